@@ -1,0 +1,18 @@
+#include <gtest/gtest.h>
+
+#include <cstdio>
+
+int main(int argc, char** argv) {
+  testing::InitGoogleTest(&argc, argv);
+  int result = RUN_ALL_TESTS();
+  // A suite in which every case was skipped tests nothing: that is a failure, not a success.
+  const testing::UnitTest& unit = *testing::UnitTest::GetInstance();
+  for (int i = 0; i < unit.total_test_suite_count(); ++i) {
+    const testing::TestSuite& suite = *unit.GetTestSuite(i);
+    if (suite.test_to_run_count() > 0 && suite.skipped_test_count() == suite.test_to_run_count()) {
+      std::fprintf(stderr, "[  FAILED  ] %s: every case was skipped\n", suite.name());
+      result = 1;
+    }
+  }
+  return result;
+}
