@@ -29,8 +29,9 @@ std::string describe(std::initializer_list<int64_t> shape) {
 
 void check_tensor(const char* op, const char* name, const ConstTensorView& tensor, DType dtype,
                   std::initializer_list<int64_t> shape) {
-  const std::string expected = std::string(to_string(dtype)) + " " + describe(shape);
-  if (!tensor.defined()) invalid(op, std::string(name) + " is missing, expected " + expected);
+  // Built on failure only: run() checks its tensors and must not allocate.
+  const auto expected = [&] { return std::string(to_string(dtype)) + " " + describe(shape); };
+  if (!tensor.defined()) invalid(op, std::string(name) + " is missing, expected " + expected());
   bool matches = tensor.dtype == dtype && tensor.rank == static_cast<int>(shape.size());
   size_t axis = 0;
   for (const int64_t extent : shape) {
@@ -40,7 +41,7 @@ void check_tensor(const char* op, const char* name, const ConstTensorView& tenso
     ++axis;
   }
   if (!matches)
-    invalid(op, std::string(name) + " = " + to_string(tensor) + ", expected " + expected);
+    invalid(op, std::string(name) + " = " + to_string(tensor) + ", expected " + expected());
   const auto last = static_cast<size_t>(tensor.rank - 1);
   if (tensor.rank > 0 && tensor.shape[last] > 1 && tensor.stride[last] != 1) {
     invalid(op, std::string(name) + " = " + to_string(tensor) +
@@ -52,7 +53,7 @@ void check_tensor(const char* op, const char* name, const ConstTensorView& tenso
     }
   }
   if (tensor.data == nullptr && tensor.num_elements() > 0) {
-    invalid(op, std::string(name) + ".data is null, expected " + expected);
+    invalid(op, std::string(name) + ".data is null, expected " + expected());
   }
 }
 
