@@ -10,12 +10,14 @@
 #include <vector>
 #else
 #include <tbb/blocked_range.h>
+#include <tbb/global_control.h>
 #include <tbb/parallel_for.h>
 #include <tbb/task_arena.h>
 
 #include <map>
 #include <memory>
 #include <mutex>
+#include <thread>
 #endif
 
 namespace fovea::internal {
@@ -52,6 +54,14 @@ tbb::task_arena& arena(int num_threads) {
   // Never destroyed: the worker threads of oneTBB end with the process.
   static auto* const arenas = new std::map<int, std::unique_ptr<tbb::task_arena>>;
   const std::lock_guard<std::mutex> lock(mutex);
+  // More threads than cores are legal (tests ask for them), but oneTBB grants them only on request.
+  static tbb::global_control* oversubscription = nullptr;
+  constexpr int kMostThreads = 1024;
+  if (oversubscription == nullptr &&
+      num_threads > static_cast<int>(std::thread::hardware_concurrency())) {
+    oversubscription =
+        new tbb::global_control(tbb::global_control::max_allowed_parallelism, kMostThreads);
+  }
   std::unique_ptr<tbb::task_arena>& entry = (*arenas)[num_threads];
   if (!entry) entry = std::make_unique<tbb::task_arena>(num_threads);
   return *entry;
