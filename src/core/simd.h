@@ -78,6 +78,34 @@ HWY_INLINE hn::Vec<F32> load_e4m3(F32 d, const uint8_t* from) {
   return hn::IfThenElse(is_nan, hn::BitCast(d, hn::Set(d32, 0x7FC00000u)), finite);
 }
 
+/// e4m3 codes (0..0x7E) of magnitudes below 464, rounded to nearest, ties to even, in the low half
+/// of each lane (bits 8..15 are zero, the upper half is not).
+HWY_INLINE hn::Vec<hn::RebindToUnsigned<F32>> e4m3_magnitude(F32 d, hn::Vec<F32> magnitude) {
+  const hn::RebindToUnsigned<F32> d32;
+  // With e = max(floor(log2 magnitude), -6) a code counts units of 2^(e - 3), starting at
+  // 8 * (e + 6). A float of 2^(e + 20) has just that unit in its last place, so adding the
+  // magnitude to it rounds as e4m3 does; the code's start is put into its mantissa beforehand (it
+  // is even, so ties stay ties).
+  const auto exponent =
+      hn::And(hn::BitCast(d32, hn::Max(magnitude, hn::Set(d, 0x1p-6f))), hn::Set(d32, 0x7F800000u));
+  constexpr uint32_t kBias = (20u << 23) - 8u * (127u - 6u);
+  const auto magic = hn::Add(hn::Add(exponent, hn::ShiftRight<20>(exponent)), hn::Set(d32, kBias));
+  return hn::BitCast(d32, hn::Add(magnitude, hn::BitCast(d, magic)));
+}
+
+/// Stores the e4m3 codes of Lanes(F32()) floats, as e4m3_from_float gives them: saturating, NaN
+/// becomes 0x7F.
+HWY_INLINE void store_e4m3(F32 d, hn::Vec<F32> value, uint8_t* to) {
+  const hn::RebindToUnsigned<F32> d32;
+  const hn::Rebind<uint8_t, F32> d8;
+  const auto is_number = hn::RebindMask(d32, hn::Eq(value, value));
+  const auto code = hn::And(e4m3_magnitude(d, hn::Min(hn::Abs(value), hn::Set(d, kE4m3Max))),
+                            hn::Set(d32, 0x7Fu));
+  const auto sign = hn::And(hn::ShiftRight<24>(hn::BitCast(d32, value)), hn::Set(d32, 0x80u));
+  const auto result = hn::IfThenElse(is_number, hn::Or(code, sign), hn::Set(d32, 0x7Fu));
+  hn::StoreU(hn::TruncateTo(d8, result), d8, to);
+}
+
 }  // namespace fovea::internal::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
