@@ -1,0 +1,57 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "fovea/metadata.h"
+
+/// The implementations of metadata_refresh, and the extents of their outputs.
+namespace fovea::internal {
+
+void metadata_refresh_ref(const MetadataProblem& problem, const Device& device,
+                          const MetadataTensors& tensors, Workspace workspace);
+void metadata_refresh_cpu(const MetadataProblem& problem, const Device& device,
+                          const MetadataTensors& tensors, Workspace workspace);
+
+inline bool is_extend(ForwardMode mode) {
+  return mode == ForwardMode::kExtend || mode == ForwardMode::kMixed;
+}
+inline bool is_decode(ForwardMode mode) {
+  return mode == ForwardMode::kDecode || mode == ForwardMode::kIdle;
+}
+inline bool reads_ext_len(ForwardMode mode) {
+  return is_extend(mode) || mode == ForwardMode::kDraftExtend;
+}
+inline bool has_row_offset(const MetadataProblem& problem) {
+  return is_extend(problem.mode) && problem.transform == IndexTransform::kRagged;
+}
+
+/// Entries of an array of rows that are written, out of its extent.
+inline int64_t written_rows(const MetadataTensors& tensors, int64_t extent) {
+  return tensors.padded_rows > 0 ? std::min(extent, tensors.padded_rows) : extent;
+}
+
+/// Rows that fit every array of rows: E is cut to it.
+inline int64_t row_capacity(const MetadataProblem& problem, const MetadataTensors& tensors,
+                            const MetadataFields& fields) {
+  int64_t capacity =
+      std::min({fields.row_to_request.shape[0], fields.row_len.shape[0],
+                fields.topk_length.shape[0], fields.topk_indptr.shape[0] - 1, problem.max_rows});
+  if (is_extend(problem.mode)) {
+    capacity = std::min({capacity, fields.k_start.shape[0], fields.k_end.shape[0]});
+  }
+  if (has_row_offset(problem)) capacity = std::min(capacity, fields.row_offset.shape[0]);
+  return written_rows(tensors, capacity);
+}
+
+/// Longest KV length that W and the page table hold.
+inline int64_t kv_capacity(const MetadataProblem& problem, const MetadataFields& fields) {
+  return std::min(problem.table_width, fields.page_table.shape[1] * problem.page_size);
+}
+
+inline int32_t saturate_i32(int64_t value) {
+  return static_cast<int32_t>(std::min<int64_t>(value, std::numeric_limits<int32_t>::max()));
+}
+
+}  // namespace fovea::internal
