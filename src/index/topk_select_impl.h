@@ -1,0 +1,17 @@
+#pragma once
+
+#include "fovea/topk_select.h"
+
+/// The implementations of topk_select.
+namespace fovea::internal {
+
+size_t topk_select_ref_workspace(const TopkSelectProblem& problem, const Device& device);
+void topk_select_ref(const TopkSelectProblem& problem, const Device& device,
+                     const TopkSelectTensors& tensors, Workspace workspace);
+
+/// The checks of TopkSelect::run(), for operators that select through its implementations.
+void check_topk_select_problem(const char* op, const TopkSelectProblem& problem);
+void check_topk_transform_tensors(const char* op, const TopkSelectProblem& problem,
+                                  const TopkSelectTensors& tensors, int64_t live_rows);
+
+}  // namespace fovea::internal

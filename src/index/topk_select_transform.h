@@ -1,0 +1,119 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "fovea/topk_select.h"
+#include "src/core/access.h"
+
+/// Windows of rows and the map from positions to indices, common to every implementation.
+namespace fovea::internal {
+
+/// The columns that row t may read: [start, start + len) with 0 <= start, start + len <= W.
+struct TopkWindow {
+  int64_t start = 0;
+  int64_t len = 0;
+};
+
+/// Reads the row arrays of topk_select and turns positions into indices.
+class TopkRows {
+ public:
+  TopkRows(const TopkSelectProblem& problem, const TopkSelectTensors& tensors)
+      : transform_(problem.transform),
+        page_size_(problem.page_size),
+        topk_(problem.topk),
+        width_(tensors.logits.shape[1]),
+        live_rows_(tensors.row_len.shape[0]),
+        logits_(access<const float, 2>(tensors.logits)),
+        row_len_(access<const int32_t, 1>(tensors.row_len)),
+        row_start_(access<const int32_t, 1>(tensors.row_start)),
+        row_to_request_(access<const int32_t, 1>(tensors.row_to_request)),
+        row_offset_(access<const int32_t, 1>(tensors.row_offset)),
+        indices_(access<int32_t, 2>(tensors.indices)) {
+    if (transform_ != IndexTransform::kPaged) return;
+    by_token_ = tensors.token_table.defined();
+    table_ = access<const int32_t, 2>(by_token_ ? tensors.token_table : tensors.page_table);
+  }
+
+  int64_t num_rows() const { return indices_.shape[0]; }
+
+  /// The window of row t; empty for padding rows and, kPaged, for rows without a request.
+  TopkWindow window(int64_t t) const {
+    if (t >= live_rows_) return {};
+    if (transform_ == IndexTransform::kPaged) {
+      const int64_t r = request(t);
+      if (r < 0 || r >= table_.shape[0]) return {};
+    }
+    TopkWindow window;
+    if (row_start_) window.start = std::clamp<int64_t>(row_start_(t), 0, width_);
+    window.len = std::clamp<int64_t>(row_len_(t), 0, width_ - window.start);
+    return window;
+  }
+
+  /// The logits of row t's window, which must not be empty.
+  const float* logits(int64_t t, const TopkWindow& window) const {
+    return logits_.row(t) + window.start;
+  }
+
+  /// Writes the whole of row t of `indices` from its selected positions, ascending.
+  void write(int64_t t, const int32_t* positions, int64_t count) const {
+    int32_t* out = topk_ > 0 ? indices_.row(t) : nullptr;
+    for (int64_t i = 0; i < count; ++i) out[i] = positions[i];
+    finish(t, out, count);
+  }
+
+  /// The same for positions 0..count-1.
+  void write_identity(int64_t t, int64_t count) const {
+    int32_t* out = topk_ > 0 ? indices_.row(t) : nullptr;
+    for (int64_t i = 0; i < count; ++i) out[i] = static_cast<int32_t>(i);
+    finish(t, out, count);
+  }
+
+ private:
+  int64_t request(int64_t t) const { return row_to_request_ ? row_to_request_(t) : t; }
+
+  static int32_t index_or_hole(int64_t index) {
+    return index >= 0 && index <= std::numeric_limits<int32_t>::max() ? static_cast<int32_t>(index)
+                                                                      : -1;
+  }
+
+  void finish(int64_t t, int32_t* out, int64_t count) const {
+    if (count > 0 && transform_ == IndexTransform::kRagged) {
+      const int64_t offset = row_offset_(t);
+      for (int64_t i = 0; i < count; ++i) out[i] = index_or_hole(out[i] + offset);
+    }
+    if (count > 0 && transform_ == IndexTransform::kPaged) {
+      const int32_t* table = table_.row(request(t));
+      for (int64_t i = 0; i < count; ++i)
+        out[i] = by_token_ ? token(table, out[i]) : slot(table, out[i]);
+    }
+    for (int64_t i = count; i < topk_; ++i) out[i] = -1;
+  }
+
+  int32_t token(const int32_t* table, int64_t pos) const {
+    return pos < table_.shape[1] ? index_or_hole(table[pos]) : -1;
+  }
+
+  int32_t slot(const int32_t* table, int64_t pos) const {
+    const int64_t page_column = pos / page_size_;
+    if (page_column >= table_.shape[1] || table[page_column] < 0) return -1;
+    return index_or_hole(table[page_column] * page_size_ + pos % page_size_);
+  }
+
+  IndexTransform transform_;
+  int64_t page_size_;
+  int64_t topk_;
+  int64_t width_;
+  int64_t live_rows_;
+  bool by_token_ = false;
+  Accessor<const float, 2> logits_;
+  Accessor<const int32_t, 1> row_len_;
+  Accessor<const int32_t, 1> row_start_;
+  Accessor<const int32_t, 1> row_to_request_;
+  Accessor<const int32_t, 1> row_offset_;
+  Accessor<const int32_t, 2> table_;
+  Accessor<int32_t, 2> indices_;
+};
+
+}  // namespace fovea::internal
