@@ -12,7 +12,8 @@ namespace fovea {
 
 /// One request of a trace, in the trace's own (unscaled) tokens.
 struct TraceRequest {
-  double timestamp_ms = 0;    ///< Arrival since the start of the trace, non-decreasing.
+  double timestamp_ms = 0;    ///< Arrival since the start of the trace, >= 0; a request never
+                              ///< arrives before the rows above it.
   int64_t input_length = 0;   ///< Prompt tokens, >= 1.
   int64_t output_length = 0;  ///< Generated tokens, >= 0.
   /// One id per block of block_tokens prompt tokens, ceil(input_length / block_tokens) of them; an
@@ -50,7 +51,7 @@ inline constexpr int64_t kMaxTraceTokens = int64_t{1} << 24;
 ///
 /// Throws Error(kIo) naming file and line when the file cannot be read, a line is not valid JSON
 /// (truncated), a key is missing or of the wrong type, a length is negative or above
-/// kMaxTraceTokens, the id count does not fit the length, or a timestamp decreases; and naming the
+/// kMaxTraceTokens, a timestamp negative, or the id count does not fit the length; and naming the
 /// file when it holds no request.
 FOVEA_API Trace read_trace(const std::string& path, TraceFormat format = TraceFormat::kAuto);
 
