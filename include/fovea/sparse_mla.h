@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "fovea/dtype.h"
 #include "fovea/export.h"
@@ -10,51 +11,75 @@
 namespace fovea {
 
 /// What lse reports for a row without any valid key.
-enum class EmptyLse : uint8_t { kNegInf, kPosInf };
+enum class EmptyLse : uint8_t {
+  kNegInf,  ///< -inf: what merging across splits, caches or ranks needs.
+  kPosInf,  ///< +inf: the convention of some peers.
+};
 
 /// Channels of V, which is the leading part of each K row.
 inline constexpr int64_t kLatentDim = 512;
 
 struct SparseMlaProblem {
-  int64_t max_rows = 0;                     ///< Upper bound of T.
-  int64_t num_heads = 0;                    ///< H >= 1.
-  int64_t head_dim_qk = 576;                ///< 576 or 512 (kV32: 576).
-  int64_t topk = 0;                         ///< K >= 0, width of indices.
-  int64_t extra_topk = 0;                   ///< Width of extra_indices; 0: no second segment.
-  float softmax_scale = 0;                  ///< Finite, > 0; never derived from a width.
+  int64_t max_rows = 0;       ///< Upper bound of T.
+  int64_t num_heads = 0;      ///< H >= 1.
+  int64_t head_dim_qk = 576;  ///< Dqk: 576 or 512 (kV32: 576).
+  int64_t topk = 0;           ///< K, width of indices, 0 .. 2^31 - 1; 0: every row is empty.
+  int64_t extra_topk = 0;     ///< Width of extra_indices; 0: the second segment is empty or absent.
+  float softmax_scale = 0;    ///< Finite, > 0; never derived from a width.
   RowFormat row_format = RowFormat::kBf16;  ///< kBf16 or kV32.
-  int64_t page_size = 0;                    ///< Of a packed (u8) pool; 0: kv is bf16 [S, Dqk].
-  RowFormat extra_row_format = RowFormat::kBf16;
-  int64_t extra_page_size = 0;
+  int64_t page_size = 0;  ///< Tokens per page of a packed (u8) pool; 0: kv is bf16 [S, Dqk].
+  std::optional<RowFormat> extra_row_format = {};  ///< Absent: row_format.
+  std::optional<int64_t> extra_page_size =
+      {};  ///< Absent: page_size; 0: extra_kv is bf16 [S2, Dqk].
   EmptyLse empty_lse = EmptyLse::kNegInf;
-  float logit_cap = 0;  ///< > 0: s = cap * tanh(s / cap).
-  int64_t fixed_splits =
-      0;  ///< n > 0: every row's 64-slot blocks cut into n contiguous parts; changes rounding only.
+  float logit_cap = 0;  ///< > 0: cap(s) = logit_cap * tanh(s / logit_cap); 0: cap(s) = s.
+  /// n > 0: every row's 64-slot blocks are cut into n contiguous parts (some may be empty) that are
+  /// merged in order; changes rounding only. 0: parts of 4 blocks, at most 16 of them (a row of
+  /// more than 64 blocks has longer parts).
+  int64_t fixed_splits = 0;
 };
 
 struct SparseMlaTensors {
   ConstTensorView q;        ///< bf16 [T, H, Dqk]
   ConstTensorView kv;       ///< bf16 [S, Dqk], or u8 [pages, page_bytes] with page_size
-  ConstTensorView indices;  ///< i32 [T, K]; slot; outside the cache (e.g. -1): unused
-  ConstTensorView
-      topk_length;  ///< optional i32 [T]; clamped to [0, K]; columns past it are never interpreted
-  ConstTensorView sink;               ///< optional f32 [H], natural-log units
-  ConstTensorView extra_kv;           ///< optional second cache, with extra_indices
-  ConstTensorView extra_indices;      ///< i32 [T, extra_topk]
-  ConstTensorView extra_topk_length;  ///< optional i32 [T]
-  TensorView out;                     ///< bf16 [T, H, 512]
-  TensorView lse;                     ///< f32 [T, H], natural log, sink excluded
-  TensorView max_logits;              ///< optional f32 [T, H]
+  ConstTensorView indices;  ///< i32 [T, K]; slot, i.e. page * page_size + offset; outside: unused
+  ConstTensorView topk_length = {};  ///< optional i32 [T], clamped to [0, K]; columns past it are
+                                     ///< not read as indices
+  ConstTensorView sink = {};               ///< optional f32 [H], natural-log units
+  ConstTensorView extra_kv = {};           ///< optional second cache, together with extra_indices
+  ConstTensorView extra_indices = {};      ///< i32 [T, extra_topk], slots of extra_kv
+  ConstTensorView extra_topk_length = {};  ///< optional i32 [T]
+  TensorView out;                          ///< bf16 [T, H, 512]
+  TensorView lse;                          ///< f32 [T, H], natural log, sink excluded
+  TensorView max_logits = {};              ///< optional f32 [T, H], largest s_j
 };
 
-/// Sparse multi-query latent attention of query rows over the listed tokens of a cache.
+/// Sparse multi-query latent attention of query rows over the listed tokens of one or two caches.
 ///
-/// For row t, head h and T(t) the valid slots of both index lists:
-///   s_j = cap(softmax_scale * <q[t,h,:], k_j>),  lse = ln sum exp(s_j),  out = sink_factor * sum_j
-///   exp(s_j - lse) * k_j[0:512] sink_factor = 1 / (1 + exp(sink[h] - lse))
+/// For row t, head h and the valid slots j of indices[t, 0:topk_length[t]], then of
+/// extra_indices[t, 0:extra_topk_length[t]]:
+///   s_j = cap(softmax_scale * dot(q[t,h,:], k_j)),   lse[t,h] = ln sum_j exp(s_j),
+///   out[t,h,:] = sum_j exp(s_j - lse) * k_j[0:512] / (1 + exp(sink[h] - lse))
+/// k_j is the stored bf16 row, or bf16(code * scale) of a packed one (product in fp32).
 ///
-/// Unused slots are never read. Duplicates count twice. A row without valid slots: out exactly 0,
-/// lse and max_logits -inf.
+/// Edges. A slot whose index is outside its cache (negative, or not below S or pages * page_size)
+/// counts as absent, and nothing is read for it: unreferenced memory may hold anything. Duplicates
+/// count as often as they occur. There is no causal mask: the index list says what is visible. A
+/// row without valid slots gives out = 0 exactly, max_logits = -inf and lse = -inf (+inf with
+/// EmptyLse::kPosInf), whatever the sink; so does a head whose logits are all -inf. NaN in q or in
+/// a referenced token, or a logit of +inf, gives NaN in out, lse and max_logits of that row and
+/// head only. sink = -inf: no effect; sink = +inf: out = 0.
+///
+/// Determinism: a row's bits depend on its own q, lengths, index list and keys, never on the other
+/// rows or the number of threads, and are the same for a packed row and for the bf16 row that it
+/// decodes to.
+///
+/// Throws Error(kInvalidArgument) from plan() for a value outside the tables above and from run()
+/// for tensors that do not match, before anything is written. Contents of device tensors are never
+/// an error. Ownership, threads and streams: OperatorPlan.
+///
+/// Source: the sparse attention of the DeepSeek-V3.2 technical report in its absorbed (multi-query)
+/// form; docs/sparse_mla.md.
 class FOVEA_API SparseMla : public OperatorPlan<SparseMlaProblem, SparseMlaTensors> {
  public:
   static SparseMla plan(const SparseMlaProblem& problem, const Device& device,

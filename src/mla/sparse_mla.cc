@@ -1,0 +1,166 @@
+#include "fovea/sparse_mla.h"
+
+#include <cmath>
+#include <limits>
+#include <string>
+
+#include "src/core/check.h"
+#include "src/core/implementation_list.h"
+#include "src/mla/sparse_mla_cache.h"
+#include "src/mla/sparse_mla_impl.h"
+
+namespace fovea {
+namespace {
+
+constexpr char kOp[] = "sparse_mla";
+
+constexpr internal::Implementation<SparseMlaProblem, SparseMlaTensors> kImplementations[] = {
+    {"ref", DeviceKind::kCpu, nullptr, nullptr, internal::sparse_mla_ref_workspace,
+     internal::sparse_mla_ref},
+};
+
+const internal::OperatorRegistration kRegistration("mla", kOp, [] {
+  return internal::list_implementations(kImplementations);
+});
+
+// `prefix` is "" or "extra_".
+void check_cache_problem(const std::string& prefix, RowFormat format, int64_t page_size,
+                         int64_t head_dim_qk) {
+  const std::string row_format = prefix + "row_format";
+  const std::string name = prefix + "page_size";
+  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
+  if (format != RowFormat::kBf16 && format != RowFormat::kV32) {
+    internal::invalid(
+        kOp, row_format + " = " + std::string(to_string(format)) + ", expected bf16 or v32");
+  }
+  internal::check_range(kOp, name.c_str(), page_size, 0, kMax);
+  if (format == RowFormat::kV32 && page_size == 0) {
+    internal::invalid(kOp, name + " = 0, but " + row_format +
+                               " v32 needs a packed pool; give the tokens per page");
+  }
+  if (format == RowFormat::kV32 && head_dim_qk != 576) {
+    internal::invalid(kOp, "head_dim_qk = " + std::to_string(head_dim_qk) + ", but " + row_format +
+                               " v32 needs 576; append zeros as the rope part of q or use bf16");
+  }
+}
+
+SparseMlaProblem check_problem(SparseMlaProblem problem) {
+  constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
+  constexpr int64_t kMaxWidth = std::numeric_limits<int32_t>::max();
+  if (!problem.extra_row_format) problem.extra_row_format = problem.row_format;
+  if (!problem.extra_page_size) problem.extra_page_size = problem.page_size;
+  internal::check_range(kOp, "max_rows", problem.max_rows, 0, kMax);
+  internal::check_range(kOp, "num_heads", problem.num_heads, 1, kMaxWidth);
+  internal::check_range(kOp, "topk", problem.topk, 0, kMaxWidth);
+  internal::check_range(kOp, "extra_topk", problem.extra_topk, 0, kMaxWidth);
+  internal::check_range(kOp, "fixed_splits", problem.fixed_splits, 0, kMax);
+  internal::check_positive_finite(kOp, "softmax_scale", problem.softmax_scale);
+  if (problem.head_dim_qk != 576 && problem.head_dim_qk != 512) {
+    internal::invalid(
+        kOp, "head_dim_qk = " + std::to_string(problem.head_dim_qk) + ", expected 576 or 512");
+  }
+  if (!std::isfinite(problem.logit_cap) || problem.logit_cap < 0) {
+    internal::invalid(kOp, "logit_cap = " + std::to_string(problem.logit_cap) +
+                               ", expected a finite value >= 0 (0: no cap)");
+  }
+  check_cache_problem("", problem.row_format, problem.page_size, problem.head_dim_qk);
+  check_cache_problem("extra_", *problem.extra_row_format, *problem.extra_page_size,
+                      problem.head_dim_qk);
+  return problem;
+}
+
+void check_cache(const std::string& prefix, const ConstTensorView& kv, RowFormat format,
+                 int64_t page_size, int64_t head_dim_qk) {
+  using internal::kAnyExtent;
+  const std::string name = prefix + "kv";
+  if (page_size == 0) {
+    internal::check_tensor(kOp, name.c_str(), kv, DType::kBf16, {kAnyExtent, head_dim_qk});
+    return;
+  }
+  internal::check_tensor(kOp, name.c_str(), kv, DType::kU8, {kAnyExtent, kAnyExtent});
+  const int64_t needed = page_size * internal::sparse_mla_row_bytes(format, head_dim_qk);
+  if (kv.shape[1] < needed) {
+    internal::invalid(kOp, name + ".shape[1] = " + std::to_string(kv.shape[1]) +
+                               " page bytes, expected at least " + std::to_string(needed) + " (" +
+                               prefix + "page_size " + std::to_string(page_size) + " rows of " +
+                               std::string(to_string(format)) + ")");
+  }
+}
+
+void check_extra(const SparseMlaProblem& problem, const SparseMlaTensors& tensors, int64_t rows) {
+  if (!tensors.extra_kv.defined() && !tensors.extra_indices.defined() && problem.extra_topk == 0) {
+    if (tensors.extra_topk_length.defined())
+      internal::invalid(kOp, "extra_topk_length is given without extra_kv and extra_indices");
+    return;
+  }
+  internal::check_tensor(kOp, "extra_indices", tensors.extra_indices, DType::kI32,
+                         {rows, problem.extra_topk});
+  check_cache("extra_", tensors.extra_kv, *problem.extra_row_format, *problem.extra_page_size,
+              problem.head_dim_qk);
+  internal::check_optional(kOp, "extra_topk_length", tensors.extra_topk_length, DType::kI32,
+                           {rows});
+}
+
+void check_tensors(const SparseMlaProblem& problem, const SparseMlaTensors& tensors) {
+  using internal::check_optional;
+  using internal::check_tensor;
+  using internal::kAnyExtent;
+  const int64_t heads = problem.num_heads;
+  check_tensor(kOp, "q", tensors.q, DType::kBf16, {kAnyExtent, heads, problem.head_dim_qk});
+  const int64_t rows = tensors.q.shape[0];
+  internal::check_range(kOp, "q.shape[0]", rows, 0, problem.max_rows);
+  check_cache("", tensors.kv, problem.row_format, problem.page_size, problem.head_dim_qk);
+  check_tensor(kOp, "indices", tensors.indices, DType::kI32, {rows, problem.topk});
+  check_optional(kOp, "topk_length", tensors.topk_length, DType::kI32, {rows});
+  check_optional(kOp, "sink", tensors.sink, DType::kF32, {heads});
+  check_extra(problem, tensors, rows);
+  check_tensor(kOp, "out", tensors.out, DType::kBf16, {rows, heads, kLatentDim});
+  check_tensor(kOp, "lse", tensors.lse, DType::kF32, {rows, heads});
+  check_optional(kOp, "max_logits", tensors.max_logits, DType::kF32, {rows, heads});
+}
+
+}  // namespace
+
+namespace internal {
+namespace {
+
+SparseMlaSegment make_segment(const ConstTensorView& kv, RowFormat format, int64_t page_size,
+                              int64_t head_dim_qk) {
+  SparseMlaSegment segment;
+  if (!kv.defined()) return segment;
+  segment.base = static_cast<const uint8_t*>(kv.data);
+  segment.num_pages = kv.shape[0];
+  segment.page_size = std::max<int64_t>(page_size, 1);
+  segment.page_stride_bytes = kv.stride[0] * static_cast<int64_t>(size_of(kv.dtype));
+  segment.row_bytes = sparse_mla_row_bytes(format, head_dim_qk);
+  segment.format = format;
+  return segment;
+}
+
+}  // namespace
+
+SparseMlaSegment primary_segment(const SparseMlaProblem& problem, const SparseMlaTensors& tensors) {
+  SparseMlaSegment segment =
+      make_segment(tensors.kv, problem.row_format, problem.page_size, problem.head_dim_qk);
+  segment.indices = access<const int32_t, 2>(tensors.indices);
+  segment.topk_length = access<const int32_t, 1>(tensors.topk_length);
+  return segment;
+}
+
+SparseMlaSegment extra_segment(const SparseMlaProblem& problem, const SparseMlaTensors& tensors) {
+  SparseMlaSegment segment = make_segment(tensors.extra_kv, *problem.extra_row_format,
+                                          *problem.extra_page_size, problem.head_dim_qk);
+  segment.indices = access<const int32_t, 2>(tensors.extra_indices);
+  segment.topk_length = access<const int32_t, 1>(tensors.extra_topk_length);
+  return segment;
+}
+
+}  // namespace internal
+
+SparseMla SparseMla::plan(const SparseMlaProblem& problem, const Device& device,
+                          const Options& options) {
+  return SparseMla(internal::make_plan(kOp, kImplementations, check_problem(problem), device,
+                                       options, check_tensors));
+}
+
+}  // namespace fovea

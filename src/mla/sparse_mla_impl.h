@@ -1,0 +1,15 @@
+#pragma once
+
+#include <cstddef>
+
+#include "fovea/sparse_mla.h"
+
+/// The implementations of sparse_mla. Problems arrive with extra_row_format and extra_page_size
+/// filled in.
+namespace fovea::internal {
+
+size_t sparse_mla_ref_workspace(const SparseMlaProblem& problem, const Device& device);
+void sparse_mla_ref(const SparseMlaProblem& problem, const Device& device,
+                    const SparseMlaTensors& tensors, Workspace workspace);
+
+}  // namespace fovea::internal

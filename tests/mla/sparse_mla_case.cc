@@ -1,0 +1,346 @@
+#include "tests/mla/sparse_mla_case.h"
+
+#include <algorithm>
+#include <climits>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "fovea/numeric.h"
+
+namespace fovea::test {
+namespace {
+
+constexpr int64_t kV32Bytes = 656;
+constexpr long double kInfinity = std::numeric_limits<long double>::infinity();
+
+uint16_t bits_of(double bf16_value) { return bf16_from_float(static_cast<float>(bf16_value)).bits; }
+
+uint32_t bits_of_f32(double value) { return std::bit_cast<uint32_t>(static_cast<float>(value)); }
+
+}  // namespace
+
+StridedTensor::StridedTensor(DType dtype, std::vector<int64_t> shape, std::vector<int64_t> pads,
+                             uint8_t fill)
+    : fill_(fill) {
+  view_.dtype = dtype;
+  view_.rank = static_cast<int>(shape.size());
+  int64_t stride = 1;
+  int64_t last = 0;  // offset of the last element
+  bool empty = false;
+  for (size_t axis = shape.size(); axis-- > 0;) {
+    view_.shape[axis] = shape[axis];
+    view_.stride[axis] = stride;
+    last += (shape[axis] - 1) * stride;
+    empty = empty || shape[axis] == 0;
+    stride *= shape[axis] + pads[axis];
+  }
+  bytes_ = empty ? 0 : (last + 1) * static_cast<int64_t>(size_of(dtype));
+  memory_ = std::make_shared<GuardedMemory>(static_cast<size_t>(bytes_));
+  view_.data = memory_->data();
+  if (bytes_ > 0) std::memset(view_.data, fill, static_cast<size_t>(bytes_));
+}
+
+bool StridedTensor::gaps_untouched() const {
+  if (bytes_ == 0) return true;
+  const auto element = static_cast<int64_t>(size_of(view_.dtype));
+  std::vector<char> owned(static_cast<size_t>(bytes_), 0);
+  for (int64_t flat = 0; flat < view_.num_elements(); ++flat) {
+    int64_t rest = flat;
+    int64_t offset = 0;
+    for (int axis = view_.rank - 1; axis >= 0; --axis) {
+      const auto i = static_cast<size_t>(axis);
+      offset += rest % view_.shape[i] * view_.stride[i];
+      rest /= view_.shape[i];
+    }
+    std::fill_n(owned.begin() + offset * element, element, 1);
+  }
+  const auto* data = static_cast<const uint8_t*>(view_.data);
+  for (int64_t i = 0; i < bytes_; ++i) {
+    if (owned[static_cast<size_t>(i)] == 0 && data[i] != fill_) return false;
+  }
+  return true;
+}
+
+testing::AssertionResult SameBits(const Outputs& a, const Outputs& b) {
+  if (a.out_bits != b.out_bits) return testing::AssertionFailure() << "out differs";
+  if (a.lse_bits != b.lse_bits) return testing::AssertionFailure() << "lse differs";
+  if (a.max_logits_bits != b.max_logits_bits)
+    return testing::AssertionFailure() << "max_logits differs";
+  return testing::AssertionSuccess();
+}
+
+SparseMlaCase::SparseMlaCase(const CaseSpec& spec) : spec_(spec) {
+  Rng rng(spec.seed);
+  q = StridedTensor(DType::kBf16, {spec.rows, spec.heads, spec.head_dim_qk}, {0, 1, 128}, 0xFF);
+  for (int64_t t = 0; t < spec.rows; ++t) {
+    for (int64_t h = 0; h < spec.heads; ++h) {
+      for (int64_t d = 0; d < spec.head_dim_qk; ++d)
+        set_q(t, h, d, spec.q_scale * std::clamp(rng.normal(), -1.0f, 1.0f));
+    }
+  }
+  build_cache(caches_[0], spec.primary, rng);
+  if (spec.extra.num_keys > 0) build_cache(caches_[1], spec.extra, rng);
+  if (spec.sink) {
+    sink = StridedTensor(DType::kF32, {spec.heads}, {0}, 0);
+    for (int64_t h = 0; h < spec.heads; ++h) {
+      const double kind = rng.uniform();
+      sink.at<float>({h}) = kind < 0.3 ? INFINITY : kind < 0.6 ? -INFINITY : 3 * rng.normal();
+    }
+  }
+}
+
+void SparseMlaCase::set_q(int64_t t, int64_t h, int64_t d, float value) {
+  q.at<bf16_t>({t, h, d}) = bf16_from_float(value);
+}
+
+void SparseMlaCase::build_cache(Cache& cache, const CacheSpec& spec, Rng& rng) {
+  cache.spec = spec;
+  const int64_t row_bytes =
+      spec.format == RowFormat::kV32 ? kV32Bytes : spec_.head_dim_qk * int64_t{2};
+  // Byte 0xFF everywhere: NaN as bf16, as e4m3 and as fp32 scale. Page strides of a packed pool are
+  // odd, so its rows lie at any address.
+  cache.pool =
+      spec.page_size == 0
+          ? StridedTensor(DType::kBf16, {spec.num_keys, spec_.head_dim_qk}, {0, 128}, 0xFF)
+          : StridedTensor(DType::kU8, {spec.num_keys / spec.page_size, spec.page_size * row_bytes},
+                          {0, 19}, 0xFF);
+  cache.keys.assign(static_cast<size_t>(spec.num_keys * spec_.head_dim_qk), std::nan(""));
+  std::vector<char> referenced(static_cast<size_t>(spec.num_keys), 0);
+  build_lists(cache, rng, referenced);
+  for (int64_t key = 0; key < spec.num_keys; ++key) {
+    if (referenced[static_cast<size_t>(key)] != 0) write_key(cache, key, rng);
+  }
+}
+
+void SparseMlaCase::build_lists(Cache& cache, Rng& rng, std::vector<char>& referenced) {
+  const CacheSpec& spec = cache.spec;
+  const auto keys = static_cast<int32_t>(spec.num_keys);
+  const int32_t bad[] = {INT_MIN,        -123456, -1,         keys,   keys + 114514,
+                         1919810 + keys, -keys,   2147480000, INT_MAX};
+  cache.indices = StridedTensor(DType::kI32, {spec_.rows, spec.topk}, {0, 5}, 0x7F);
+  if (spec.lengths) cache.length = StridedTensor(DType::kI32, {spec_.rows}, {0}, 0);
+  for (int64_t t = 0; t < spec_.rows; ++t) {
+    // Key 0 stays unreferenced where there is a choice: masked slots must not read it.
+    const auto any_key = [&] {
+      return static_cast<int32_t>(rng.integer(keys > 1 ? 1 : 0, keys - 1));
+    };
+    if (spec.lengths) {
+      const int64_t special[] = {0, -7, INT_MIN, spec.topk, INT_MAX};
+      cache.length.at<int32_t>({t}) = static_cast<int32_t>(
+          rng.uniform() < 0.3 ? special[rng.integer(0, 4)] : rng.integer(0, spec.topk));
+    }
+    const int64_t length = list_length(cache, t);
+    for (int64_t slot = 0; slot < spec.topk; ++slot) {
+      int32_t& index = cache.indices.at<int32_t>({t, slot});
+      if (slot >= length) {
+        index = rng.uniform() < 0.5 ? 0 : bad[rng.integer(0, 8)];
+      } else if (rng.uniform() < spec_.invalid_share) {
+        index = bad[rng.integer(0, 8)];
+      } else {
+        index = any_key();
+        referenced[static_cast<size_t>(index)] = 1;
+      }
+    }
+  }
+}
+
+int64_t SparseMlaCase::list_length(const Cache& cache, int64_t t) const {
+  if (!cache.spec.lengths) return cache.spec.topk;
+  return std::clamp<int64_t>(cache.length.at<int32_t>({t}), 0, cache.spec.topk);
+}
+
+void SparseMlaCase::write_key(Cache& cache, int64_t key, Rng& rng) {
+  const CacheSpec& spec = cache.spec;
+  double* decoded = cache.keys.data() + key * spec_.head_dim_qk;
+  std::vector<float> values = rng.normals(spec_.head_dim_qk, 0.3f);
+  const int64_t page = spec.page_size == 0 ? key : key / spec.page_size;
+  auto* row =
+      static_cast<uint8_t*>(cache.pool.view().data) +
+      page * cache.pool.view().stride[0] * static_cast<int64_t>(size_of(cache.pool.view().dtype));
+  if (spec.page_size > 0)
+    row += key % spec.page_size *
+           (spec.format == RowFormat::kV32 ? kV32Bytes : spec_.head_dim_qk * int64_t{2});
+  const int64_t num_codes = spec.format == RowFormat::kV32 ? 512 : 0;
+  for (int64_t d = 0; d < num_codes; ++d) {
+    float* tile = values.data() + d / 128 * 128;
+    if (d % 128 == 0) {
+      // An arbitrary fp32 scale, not a power of two.
+      const float scale = 0.003f * (0.5f + static_cast<float>(rng.uniform()));
+      std::memcpy(row + 512 + d / 128 * 4, &scale, 4);
+    }
+    float scale;
+    std::memcpy(&scale, row + 512 + d / 128 * 4, 4);
+    row[d] = e4m3_from_float(tile[d % 128] / scale);
+    decoded[d] = bf16_to_float(bf16_from_float(e4m3_to_float(row[d]) * scale));
+  }
+  for (int64_t d = num_codes; d < spec_.head_dim_qk; ++d) {
+    const bf16_t value = bf16_from_float(values[static_cast<size_t>(d)]);
+    std::memcpy(row + (num_codes > 0 ? 528 + (d - 512) * 2 : d * 2), &value, 2);
+    decoded[d] = bf16_to_float(value);
+  }
+}
+
+int32_t& SparseMlaCase::index(int cache, int64_t t, int64_t slot) const {
+  return caches_[static_cast<size_t>(cache)].indices.at<int32_t>({t, slot});
+}
+
+int32_t& SparseMlaCase::topk_length_of(int cache, int64_t t) const {
+  return caches_[static_cast<size_t>(cache)].length.at<int32_t>({t});
+}
+
+double SparseMlaCase::key(int cache, int64_t key, int64_t d) const {
+  return caches_[static_cast<size_t>(cache)].keys[static_cast<size_t>(key * spec_.head_dim_qk + d)];
+}
+
+SparseMlaProblem SparseMlaCase::problem() const {
+  SparseMlaProblem problem;
+  problem.max_rows = spec_.rows;
+  problem.num_heads = spec_.heads;
+  problem.head_dim_qk = spec_.head_dim_qk;
+  problem.topk = spec_.primary.topk;
+  problem.extra_topk = spec_.extra.topk;
+  problem.softmax_scale = static_cast<float>(std::pow(spec_.head_dim_qk, -0.55));
+  problem.row_format = spec_.primary.format;
+  problem.page_size = spec_.primary.page_size;
+  if (spec_.extra.num_keys > 0) {
+    problem.extra_row_format = spec_.extra.format;
+    problem.extra_page_size = spec_.extra.page_size;
+  }
+  problem.empty_lse = spec_.empty_lse;
+  problem.logit_cap = spec_.logit_cap;
+  problem.fixed_splits = spec_.fixed_splits;
+  return problem;
+}
+
+SparseMlaTensors SparseMlaCase::tensors(int64_t begin, int64_t end, Buffers& buffers) const {
+  const int64_t rows = end - begin;
+  buffers.out = StridedTensor(DType::kBf16, {rows, spec_.heads, 512}, {0, 1, 128}, 0xAB);
+  buffers.lse = StridedTensor(DType::kF32, {rows, spec_.heads}, {0, 3}, 0xAB);
+  buffers.max_logits = StridedTensor(DType::kF32, {rows, spec_.heads}, {0, 1}, 0xAB);
+  SparseMlaTensors tensors;
+  tensors.q = slice_rows(q.view(), begin, end);
+  tensors.kv = caches_[0].pool.view();
+  tensors.indices = slice_rows(caches_[0].indices.view(), begin, end);
+  if (spec_.primary.lengths) tensors.topk_length = slice_rows(caches_[0].length.view(), begin, end);
+  if (spec_.sink) tensors.sink = sink.view();
+  if (spec_.extra.num_keys > 0) {
+    tensors.extra_kv = caches_[1].pool.view();
+    tensors.extra_indices = slice_rows(caches_[1].indices.view(), begin, end);
+    if (spec_.extra.lengths)
+      tensors.extra_topk_length = slice_rows(caches_[1].length.view(), begin, end);
+  }
+  tensors.out = buffers.out.view();
+  tensors.lse = buffers.lse.view();
+  tensors.max_logits = buffers.max_logits.view();
+  return tensors;
+}
+
+Outputs SparseMlaCase::run(const Options& options, int threads, int64_t begin, int64_t end) {
+  Buffers buffers;
+  const SparseMlaTensors tensors = this->tensors(begin, end < 0 ? spec_.rows : end, buffers);
+  const SparseMla plan = SparseMla::plan(problem(), Device::cpu(threads), options);
+  HostBuffer scratch(plan.workspace_bytes());
+  if (scratch.bytes() > 0) std::memset(scratch.data(), 0xFF, scratch.bytes());
+  plan.run(tensors, scratch.workspace());
+  EXPECT_TRUE(buffers.out.gaps_untouched() && buffers.lse.gaps_untouched() &&
+              buffers.max_logits.gaps_untouched())
+      << "wrote between the rows of an output";
+
+  Outputs outputs;
+  outputs.out = to_doubles(tensors.out);
+  outputs.lse = to_doubles(tensors.lse);
+  outputs.max_logits = to_doubles(tensors.max_logits);
+  for (const double value : outputs.out) outputs.out_bits.push_back(bits_of(value));
+  for (const double value : outputs.lse) outputs.lse_bits.push_back(bits_of_f32(value));
+  for (const double value : outputs.max_logits)
+    outputs.max_logits_bits.push_back(bits_of_f32(value));
+  return outputs;
+}
+
+int64_t SparseMlaCase::count_allocations(const Options& options, int threads) {
+  Buffers buffers;
+  const SparseMlaTensors tensors = this->tensors(0, spec_.rows, buffers);
+  const SparseMla plan = SparseMla::plan(problem(), Device::cpu(threads), options);
+  HostBuffer scratch(plan.workspace_bytes());
+  // The thread pool allocates on its first use, which need not meet every thread.
+  for (int i = 0; i < 20; ++i) plan.run(tensors, scratch.workspace());
+  const AllocationCounter counter;
+  plan.run(tensors, scratch.workspace());
+  return counter.count();
+}
+
+void SparseMlaCase::copy_rows_from(const SparseMlaCase& other) {
+  q = other.q;
+  const CacheSpec& spec = spec_.primary;
+  for (int64_t t = 0; t < spec_.rows; ++t) {
+    for (int64_t slot = 0; slot < spec.topk; ++slot) index(0, t, slot) = other.index(0, t, slot);
+  }
+  for (int64_t key = 0; key < spec.num_keys; ++key) {
+    for (int64_t d = 0; d < spec_.head_dim_qk; ++d) {
+      caches_[0].pool.at<bf16_t>({key, d}) =
+          bf16_from_float(static_cast<float>(other.key(0, key, d)));
+    }
+  }
+  caches_[0].keys = other.caches_[0].keys;
+}
+
+Outputs SparseMlaCase::expected(int64_t begin, int64_t end) const {
+  if (end < 0) end = spec_.rows;
+  Outputs outputs;
+  const SparseMlaProblem problem = this->problem();
+  for (int64_t t = begin; t < end; ++t) {
+    std::vector<const double*> keys;
+    for (const Cache& cache : caches_) {
+      if (cache.spec.num_keys == 0) continue;
+      for (int64_t slot = 0; slot < list_length(cache, t); ++slot) {
+        const int32_t index = cache.indices.at<int32_t>({t, slot});
+        if (index >= 0 && index < cache.spec.num_keys)
+          keys.push_back(cache.keys.data() + index * spec_.head_dim_qk);
+      }
+    }
+    for (int64_t h = 0; h < spec_.heads; ++h) {
+      std::vector<double> query;
+      for (int64_t d = 0; d < spec_.head_dim_qk; ++d)
+        query.push_back(bf16_to_float(q.at<bf16_t>({t, h, d})));
+      long double sum = 0;
+      long double largest = -kInfinity;
+      std::vector<long double> value(512, 0);
+      for (const double* key : keys) {
+        double dot = 0;
+        for (size_t d = 0; d < query.size(); ++d) dot += query[d] * key[d];
+        long double logit = static_cast<long double>(problem.softmax_scale) * dot;
+        if (problem.logit_cap > 0) logit = problem.logit_cap * std::tanh(logit / problem.logit_cap);
+        if (std::isnan(logit) || logit > largest) largest = logit;
+        const long double weight = std::exp(logit);
+        sum += weight;
+        for (size_t d = 0; d < 512; ++d) value[d] += weight * key[d];
+      }
+      const long double lse = std::log(sum);
+      const long double factor = spec_.sink ? 1 / (1 + std::exp(sink.at<float>({h}) - lse)) : 1.0L;
+      for (size_t d = 0; d < 512; ++d)
+        outputs.out.push_back(sum == 0 ? 0.0 : static_cast<double>(factor * value[d] / sum));
+      const bool flip = sum == 0 && spec_.empty_lse == EmptyLse::kPosInf;
+      outputs.lse.push_back(static_cast<double>(flip ? kInfinity : lse));
+      outputs.max_logits.push_back(static_cast<double>(largest));
+    }
+  }
+  return outputs;
+}
+
+testing::AssertionResult SparseMlaCase::matches(const Outputs& actual, int64_t begin,
+                                                int64_t end) const {
+  const Outputs reference = expected(begin, end);
+  const bool fp8 = spec_.primary.format == RowFormat::kV32 ||
+                   (spec_.extra.num_keys > 0 && spec_.extra.format == RowFormat::kV32);
+  const auto out = ExpectClose(actual.out, reference.out, fp8 ? kSparseFp8Out : kSparseOut);
+  if (!out) return testing::AssertionFailure() << "out: " << out.message();
+  const Tolerance lse_limit = fp8 ? kSparseFp8Lse : kSparseLse;
+  const auto lse = ExpectClose(actual.lse, reference.lse, lse_limit);
+  if (!lse) return testing::AssertionFailure() << "lse: " << lse.message();
+  const auto largest = ExpectClose(actual.max_logits, reference.max_logits, lse_limit);
+  if (!largest) return testing::AssertionFailure() << "max_logits: " << largest.message();
+  return testing::AssertionSuccess();
+}
+
+}  // namespace fovea::test

@@ -1,0 +1,132 @@
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "fovea/sparse_mla.h"
+#include "tests/support/compare.h"
+#include "tests/support/memory.h"
+#include "tests/support/rng.h"
+
+namespace fovea::test {
+
+// Limits of spec 6.1 for out and for lse and max_logits, over bf16 rows and over packed fp8 rows.
+inline constexpr Tolerance kSparseOut{8e-4, 3.01 / 128, 7e-6};
+inline constexpr Tolerance kSparseLse{1e-6, 2.01 / 65536, 1e-7};
+inline constexpr Tolerance kSparseFp8Out{1e-3, 2.01 / 128, 5e-6};
+inline constexpr Tolerance kSparseFp8Lse{1e-6, 8.01 / 65536, 1e-7};
+
+/// A tensor between guard pages whose rows are `pads[axis]` elements further apart than needed; it
+/// ends with its last element, so that one byte read or written past it ends the process.
+class StridedTensor {
+ public:
+  StridedTensor() = default;
+  StridedTensor(DType dtype, std::vector<int64_t> shape, std::vector<int64_t> pads, uint8_t fill);
+
+  TensorView view() const { return view_; }
+  template <class T>
+  T& at(std::initializer_list<int64_t> index) const {
+    int64_t offset = 0;
+    size_t axis = 0;
+    for (const int64_t i : index) offset += i * view_.stride[axis++];
+    return static_cast<T*>(view_.data)[offset];
+  }
+  /// Every byte that belongs to no element still has the fill value.
+  bool gaps_untouched() const;
+
+ private:
+  std::shared_ptr<GuardedMemory> memory_;
+  TensorView view_;
+  int64_t bytes_ = 0;
+  uint8_t fill_ = 0;
+};
+
+/// One cache of a case.
+struct CacheSpec {
+  RowFormat format = RowFormat::kBf16;
+  int64_t page_size = 0;  // 0: bf16 [S, Dqk]
+  int64_t num_keys = 0;   // S; a multiple of the page size where there is one
+  int64_t topk = 0;
+  bool lengths = false;
+};
+
+struct CaseSpec {
+  int64_t rows = 1;
+  int64_t heads = 1;
+  int64_t head_dim_qk = 576;
+  CacheSpec primary = {};
+  CacheSpec extra = {};  // num_keys 0: absent
+  bool sink = false;
+  float logit_cap = 0;
+  int64_t fixed_splits = 0;
+  EmptyLse empty_lse = EmptyLse::kNegInf;
+  double invalid_share = 0.2;  // of the slots
+  float q_scale = 1.0f;
+  uint64_t seed = 1;
+};
+
+/// What one run wrote.
+struct Outputs {
+  std::vector<double> out, lse, max_logits;
+  std::vector<uint16_t> out_bits;
+  std::vector<uint32_t> lse_bits, max_logits_bits;
+};
+
+/// The bits of two runs, NaN included.
+testing::AssertionResult SameBits(const Outputs& a, const Outputs& b);
+
+/// A problem with hostile memory: every buffer guarded and strided, unreferenced keys NaN, bad
+/// indices of every kind, columns past the lengths pointing at NaN keys or far outside.
+class SparseMlaCase {
+ public:
+  explicit SparseMlaCase(const CaseSpec& spec);
+
+  SparseMlaProblem problem() const;
+  /// Tensors of rows [begin, end), over fresh outputs.
+  Outputs run(const Options& options, int threads = 1, int64_t begin = 0, int64_t end = -1);
+  /// The formula in long double over the decoded keys, without a running maximum.
+  Outputs expected(int64_t begin = 0, int64_t end = -1) const;
+  testing::AssertionResult matches(const Outputs& actual, int64_t begin = 0,
+                                   int64_t end = -1) const;
+
+  /// Overwrites one query element.
+  void set_q(int64_t t, int64_t h, int64_t d, float value);
+  /// The index list of a cache (0 primary, 1 extra), to be changed by a test before running; a slot
+  /// made valid must name a key that some list named before.
+  int32_t& index(int cache, int64_t t, int64_t slot) const;
+  int32_t& topk_length_of(int cache, int64_t t) const;
+  /// Channel d of a key as the operator has to see it.
+  double key(int cache, int64_t key, int64_t d) const;
+
+  /// Takes the query, the primary lists and the decoded primary rows of `other`, as bf16.
+  void copy_rows_from(const SparseMlaCase& other);
+  /// Allocations of a run after a first one.
+  int64_t count_allocations(const Options& options, int threads);
+
+  StridedTensor q, sink;
+
+ private:
+  struct Cache {
+    CacheSpec spec;
+    StridedTensor pool, indices, length;
+    std::vector<double> keys;  // [S, Dqk]; NaN where unreferenced
+  };
+  struct Buffers {
+    StridedTensor out, lse, max_logits;
+  };
+  SparseMlaTensors tensors(int64_t begin, int64_t end, Buffers& buffers) const;
+  void build_cache(Cache& cache, const CacheSpec& spec, Rng& rng);
+  void build_lists(Cache& cache, Rng& rng, std::vector<char>& referenced);
+  void write_key(Cache& cache, int64_t key, Rng& rng);
+  int64_t list_length(const Cache& cache, int64_t t) const;
+
+  CaseSpec spec_;
+  std::array<Cache, 2> caches_;
+};
+
+}  // namespace fovea::test
