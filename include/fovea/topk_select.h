@@ -20,12 +20,12 @@ struct TopkSelectProblem {
 /// E = the rows of row_len and logits; E <= T, and rows E..T-1 of `indices` (padding) become -1.
 /// Tensors that the transform does not use are ignored.
 struct TopkSelectTensors {
-  ConstTensorView logits{};     ///< f32 [E, W]; only columns of a row's window are read
-  ConstTensorView row_len{};    ///< i32 [E]: entries of the window; <= 0 is an empty row
-  ConstTensorView row_start{};  ///< optional i32 [E]: first column of the window (negative counts
-                                ///< as 0); absent: 0. The window is cut to the W columns.
-  ConstTensorView page_table{};      ///< kPaged: i32 [R, max_pages], or token_table, never both
-  ConstTensorView token_table{};     ///< kPaged: i32 [R, max_len], slot of each position
+  ConstTensorView logits{};       ///< f32 [E, W]; only columns of a row's window are read
+  ConstTensorView row_len{};      ///< i32 [E]: entries of the window; <= 0 is an empty row
+  ConstTensorView row_start{};    ///< optional i32 [E]: first column of the window (negative counts
+                                  ///< as 0); absent: 0. The window is cut to the W columns.
+  ConstTensorView page_table{};   ///< kPaged: i32 [R, max_pages], or token_table, never both
+  ConstTensorView token_table{};  ///< kPaged: i32 [R, max_len], slot of each position
   ConstTensorView row_to_request{};  ///< kPaged: i32 [E..T]; optional with token_table (then row t
                                      ///< uses table row t, and R must not exceed T)
   ConstTensorView row_offset{};      ///< kRagged: i32 [E..T]
