@@ -1,1 +1,134 @@
-int main() { return 2; }
+// fovea: the command line. This file alone knows the option parser; the verbs live in their own
+// files.
+
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+
+#include "cli/verbs.h"
+#include "fovea/device.h"
+#include "fovea/error.h"
+#include "fovea/implementation.h"
+#include "fovea/log.h"
+#include "fovea/version.h"
+
+namespace fovea::cli {
+namespace {
+
+constexpr int64_t kMaxCount = int64_t{1} << 40;  // more of anything is a typing error
+
+// Options by verb, and the verb that was chosen.
+struct CommandLine {
+  bool verbose = false;
+  InfoOptions info;
+  RunOptions run;
+};
+
+void add_settings(CLI::App* verb, RunSettings* settings) {
+  verb->add_option("--device", settings->device, "Where to run: cpu")->capture_default_str();
+  verb->add_option("--threads", settings->threads, "Threads of the CPU; default: all")
+      ->check(CLI::Range(1, 4096));
+  verb->add_option("--impl", settings->implementation,
+                   "Force one implementation (see `fovea info`)");
+}
+
+void add_info(CLI::App& app, InfoOptions* options) {
+  CLI::App* verb = app.add_subcommand("info", "Version, devices, operators and implementations");
+  verb->footer("Example: fovea info --json");
+  CLI::Option* json = verb->add_flag("--json", options->json, "Print JSON");
+  verb->add_flag("--markdown", options->markdown, "Print the support matrix as Markdown")
+      ->excludes(json);
+}
+
+void add_run(CLI::App& app, RunOptions* options) {
+  CLI::App* verb = app.add_subcommand("run", "One operator on tensors from a safetensors file");
+  verb->footer(
+      "Example: fovea run merge_lse in.safetensors out.safetensors --impl ref\n"
+      "Tensors and parameters of every operator: docs/run.md");
+  verb->add_option("operator", options->op, "Name of the operator")->required();
+  verb->add_option("input", options->input_path, "Tensors by field name; params in __metadata__")
+      ->required();
+  verb->add_option("output", options->output_path, "Receives every output")->required();
+  verb->add_flag("--json", options->json, "Print the summary as JSON");
+  add_settings(verb, &options->settings);
+}
+
+// Wrong values of the environment are usage errors, reported before a verb starts.
+void check_environment() {
+  const char* forced = std::getenv("FOVEA_FORCE_IMPL");
+  try {
+    force_implementations(forced != nullptr ? forced : "");
+    current_cpu_isa();
+  } catch (const Error& error) {
+    throw UsageError(error.what());
+  }
+}
+
+void log_to_stderr() {
+  set_log_sink([](LogLevel level, std::string_view message) {
+    constexpr const char* kNames[] = {"dispatch", "warning", "error"};
+    fmt::print(stderr, "fovea: {}: {}\n", kNames[static_cast<int>(level)], message);
+  });
+}
+
+int dispatch(const CLI::App& app, const CommandLine& line) {
+  if (line.verbose) log_to_stderr();
+  check_environment();
+  if (app.got_subcommand("info")) return info(line.info);
+  return run(line.run);
+}
+
+int parse_and_dispatch(int argc, char** argv) {
+  CommandLine line;
+  CLI::App app("Sparse and linear attention for LLM serving: operators and traffic replay",
+               "fovea");
+  app.footer("Example: fovea info\nExit codes: 0 ok, 1 mismatch, 2 usage, 3 files and run time");
+  app.set_version_flag("--version", std::string(version()));
+  app.add_flag("-v,--verbose", line.verbose, "Say on stderr which implementations run and why");
+  // Not "required": an unknown verb is then reported as itself.
+  app.require_subcommand(0, 1);
+  app.fallthrough();
+  add_info(app, &line.info);
+  add_run(app, &line.run);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    // Help and version arrive here too, with code 0.
+    return app.exit(error) == 0 ? kExitOk : kExitUsage;
+  }
+  if (app.get_subcommands().empty()) {
+    fmt::print(stderr, "{}", app.help());
+    return kExitUsage;
+  }
+  return dispatch(app, line);
+}
+
+}  // namespace
+
+Device RunSettings::parsed_device() const {
+  try {
+    return parse_device(device, threads);
+  } catch (const Error& error) {
+    throw UsageError(error.what());
+  }
+}
+
+}  // namespace fovea::cli
+
+int main(int argc, char** argv) {
+  try {
+    const int code = fovea::cli::parse_and_dispatch(argc, argv);
+    // A full disk or closed pipe shows when the buffer is flushed.
+    if (std::fflush(stdout) != 0) throw std::runtime_error("stdout cannot be written");
+    return code;
+  } catch (const fovea::cli::UsageError& error) {
+    fmt::print(stderr, "fovea: {}\nRun `fovea --help` for usage.\n", error.what());
+    return fovea::cli::kExitUsage;
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "fovea: {}\n", error.what());
+    return fovea::cli::kExitFailure;
+  }
+}

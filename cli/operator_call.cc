@@ -1,0 +1,269 @@
+#include "cli/operator_call.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+
+#include "fovea/error.h"
+
+namespace fovea::cli {
+namespace {
+
+struct AxisTerm {
+  std::string name;    // empty: a number; "?": any extent
+  int64_t number = 0;  // the extent, or what is added to the named axis
+};
+
+struct Declaration {
+  std::vector<std::string> types;
+  std::vector<AxisTerm> axes;
+};
+
+AxisTerm parse_axis(std::string_view text) {
+  AxisTerm term;
+  size_t length = 0;
+  while (length < text.size() && (std::isalpha(static_cast<unsigned char>(text[length])) ||
+                                  text[length] == '_' || text[length] == '?')) {
+    ++length;
+  }
+  term.name = text.substr(0, length);
+  std::string_view digits = text.substr(length);
+  if (digits.starts_with('+')) digits.remove_prefix(1);
+  std::from_chars(digits.data(), digits.data() + digits.size(), term.number);
+  return term;
+}
+
+// Declarations are literals of the bindings, so malformed ones are not looked for.
+Declaration parse(const std::string& text) {
+  Declaration result;
+  const size_t open = text.find('[');
+  std::string_view types = std::string_view(text).substr(0, text.find(' '));
+  while (!types.empty()) {
+    const size_t bar = std::min(types.find('|'), types.size());
+    result.types.emplace_back(types.substr(0, bar));
+    types.remove_prefix(std::min(bar + 1, types.size()));
+  }
+  std::string_view axes = std::string_view(text).substr(open + 1, text.size() - open - 2);
+  while (!axes.empty()) {
+    const size_t comma = std::min(axes.find(','), axes.size());
+    std::string_view axis = axes.substr(0, comma);
+    while (axis.starts_with(' ')) axis.remove_prefix(1);
+    result.axes.push_back(parse_axis(axis));
+    axes.remove_prefix(std::min(comma + 1, axes.size()));
+  }
+  return result;
+}
+
+DType parse_dtype(const std::string& word) {
+  for (const DType dtype : {DType::kU8, DType::kI32, DType::kI64, DType::kF32, DType::kBf16}) {
+    if (to_string(dtype) == word) return dtype;
+  }
+  throw Error(ErrorCode::kInternal, "a binding declares the type '" + word + "'");
+}
+
+std::string list(const std::set<std::string>& names) {
+  std::string text;
+  for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
+  return text.empty() ? "none" : text;
+}
+
+}  // namespace
+
+OperatorCall::OperatorCall(std::string op, const TensorMap& inputs, const Json& params,
+                           const Device& device, const Options& options)
+    : op_(std::move(op)), inputs_(inputs), params_(params), device_(device), options_(options) {
+  if (params_.kind() != Json::Kind::kObject) {
+    refuse("params is of type " + std::string(to_string(params_.kind())) +
+           ", expected a JSON object");
+  }
+}
+
+void OperatorCall::refuse(const std::string& what) const {
+  throw Error(ErrorCode::kInvalidArgument, op_ + ": " + what);
+}
+
+void OperatorCall::match(const std::string& name, const ConstTensorView& tensor,
+                         const std::string& declaration) {
+  const Declaration expected = parse(declaration);
+  const auto mismatch = [&](const std::string& detail) {
+    refuse(name + " = " + to_string(tensor) + ", expected " + declaration + detail);
+  };
+  const std::string type(to_string(tensor.dtype));
+  if (std::find(expected.types.begin(), expected.types.end(), type) == expected.types.end() ||
+      tensor.rank != static_cast<int>(expected.axes.size())) {
+    mismatch("");
+  }
+  for (size_t i = 0; i < expected.axes.size(); ++i) {
+    const AxisTerm& term = expected.axes[i];
+    if (term.name == "?") continue;
+    if (term.name.empty()) {
+      if (tensor.shape[i] != term.number) mismatch("");
+      continue;
+    }
+    const int64_t found = tensor.shape[i] - term.number;
+    if (found < 0) mismatch("");
+    const auto [axis, is_new] = axes_.try_emplace(term.name, Axis{found, name});
+    if (!is_new && axis->second.extent != found) {
+      mismatch(" with " + term.name + " = " + std::to_string(axis->second.extent) + " from " +
+               axis->second.source);
+    }
+  }
+}
+
+ConstTensorView OperatorCall::in(const std::string& name, const std::string& declaration) {
+  known_tensors_.insert(name);
+  const ConstTensorView tensor = inputs_.find(name);
+  if (!tensor.defined()) refuse("the tensor " + name + " is missing, expected " + declaration);
+  match(name, tensor, declaration);
+  return tensor;
+}
+
+ConstTensorView OperatorCall::opt(const std::string& name, const std::string& declaration) {
+  known_tensors_.insert(name);
+  const ConstTensorView tensor = inputs_.find(name);
+  if (tensor.defined()) match(name, tensor, declaration);
+  return tensor;
+}
+
+TensorView OperatorCall::out(const std::string& name, const std::string& declaration) {
+  const Declaration expected = parse(declaration);
+  const DType dtype = parse_dtype(expected.types.front());
+  std::vector<int64_t> shape;
+  auto bytes = static_cast<int64_t>(size_of(dtype));
+  bool fits = true;
+  for (const AxisTerm& term : expected.axes) {
+    shape.push_back(term.name.empty() ? term.number : extent(term.name) + term.number);
+    fits = fits && !__builtin_mul_overflow(bytes, shape.back(), &bytes);
+  }
+  // A parameter or a length out of proportion asks for more than the machine has; filling it page
+  // by page would end the process instead of the call.
+  static const int64_t memory_bytes = sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+  if (!fits || bytes > memory_bytes - output_bytes_) {
+    throw Error(ErrorCode::kOutOfMemory,
+                op_ + ": the output " + name + " needs " +
+                    (fits ? std::to_string(bytes) + " bytes" : "more than 2^63 bytes") +
+                    ", this machine has " + std::to_string(memory_bytes));
+  }
+  output_bytes_ += bytes;
+  return outputs_.add(name, dtype, shape);
+}
+
+TensorView OperatorCall::update(const std::string& name, const std::string& declaration) {
+  return outputs_.add_copy(name, in(name, declaration));
+}
+
+int64_t OperatorCall::extent(const std::string& axis) const {
+  const auto found = axes_.find(axis);
+  if (found == axes_.end()) {
+    throw Error(ErrorCode::kInternal, op_ + ": the binding never fixes the axis " + axis);
+  }
+  return found->second.extent;
+}
+
+void OperatorCall::set_extent(const std::string& axis, int64_t extent, const std::string& source) {
+  if (extent < 0) refuse(source + " = " + std::to_string(extent) + ", expected >= 0");
+  axes_.insert_or_assign(axis, Axis{extent, source});
+}
+
+const Json* OperatorCall::param(const std::string& name, bool required) {
+  known_params_.insert(name);
+  const Json* value = params_.find(name);
+  if (value == nullptr && required) refuse("the parameter " + name + " is missing");
+  return value;
+}
+
+namespace {
+
+// Runs `read` and names the parameter in its refusal.
+template <class Read>
+auto read_param(const std::string& op, const std::string& name, Read read) {
+  try {
+    return read();
+  } catch (const Error& error) {
+    // The text of the JSON value, without its own prefix.
+    const std::string text = error.what();
+    const size_t detail = text.find("json: ");
+    throw Error(ErrorCode::kInvalidArgument,
+                op + ": params." + name + ": " +
+                    (detail == std::string::npos ? text : text.substr(detail + 6)));
+  }
+}
+
+}  // namespace
+
+int64_t OperatorCall::integer(const std::string& name, std::optional<int64_t> otherwise) {
+  const Json* value = param(name, !otherwise.has_value());
+  if (value == nullptr) return *otherwise;
+  return read_param(op_, name, [&] { return value->as_integer(); });
+}
+
+float OperatorCall::number(const std::string& name, std::optional<float> otherwise) {
+  const Json* value = param(name, !otherwise.has_value());
+  if (value == nullptr) return *otherwise;
+  const double number = read_param(op_, name, [&] { return value->as_number(); });
+  const auto narrow = static_cast<float>(number);
+  if (!std::isfinite(narrow)) {
+    refuse("params." + name + " = " + value->dump() + ", expected a finite fp32 number");
+  }
+  return narrow;
+}
+
+bool OperatorCall::flag(const std::string& name, bool otherwise) {
+  const Json* value = param(name, false);
+  if (value == nullptr) return otherwise;
+  return read_param(op_, name, [&] { return value->as_bool(); });
+}
+
+std::optional<size_t> OperatorCall::find_word(const std::string& name,
+                                              const std::vector<std::string>& words,
+                                              const std::vector<std::string>& later,
+                                              bool has_default) {
+  const Json* value = param(name, !has_default);
+  if (value == nullptr) return std::nullopt;
+  const std::string word = read_param(op_, name, [&] { return value->as_string(); });
+  const auto found = std::find(words.begin(), words.end(), word);
+  if (found != words.end()) return static_cast<size_t>(found - words.begin());
+  if (std::find(later.begin(), later.end(), word) != later.end()) {
+    throw Error(ErrorCode::kUnsupported,
+                op_ + ": params." + name + " = '" + word + "' is not in this build");
+  }
+  std::string expected;
+  for (const std::string& known : words) expected += (expected.empty() ? "" : ", ") + known;
+  refuse("params." + name + " = '" + word + "', expected one of " + expected);
+}
+
+void OperatorCall::later_tensor(const std::string& name, const std::string& feature) {
+  if (!has(name)) return;
+  throw Error(ErrorCode::kUnsupported,
+              op_ + ": the tensor " + name + " (" + feature + ") is not in this build");
+}
+
+void OperatorCall::later_param(const std::string& name, const Json& harmless,
+                               const std::string& feature) {
+  const Json* value = param(name, false);
+  if (value == nullptr || *value == harmless) return;
+  const bool equal_numbers = value->kind() == Json::Kind::kNumber &&
+                             harmless.kind() == Json::Kind::kInteger &&
+                             value->as_number() == harmless.as_number();
+  if (equal_numbers) return;
+  throw Error(ErrorCode::kUnsupported, op_ + ": params." + name + " = " + value->dump() + " (" +
+                                           feature + ") is not in this build");
+}
+
+void OperatorCall::refuse_unknown_names() const {
+  for (const std::string& name : inputs_.names()) {
+    if (!known_tensors_.contains(name)) {
+      refuse("unknown tensor '" + name +
+             "'; with these parameters it takes: " + list(known_tensors_));
+    }
+  }
+  for (const auto& [name, value] : params_.members()) {
+    if (!known_params_.contains(name)) {
+      refuse("unknown parameter '" + name + "'; it takes: " + list(known_params_));
+    }
+  }
+}
+
+}  // namespace fovea::cli

@@ -1,0 +1,130 @@
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "fovea/device.h"
+#include "fovea/implementation.h"
+#include "fovea/json.h"
+#include "fovea/safetensors.h"
+#include "fovea/tensor.h"
+
+namespace fovea::cli {
+
+/// Maps tensors and parameters by name to the structs of an operator, so that a binding reads like
+/// its row of docs/operators.md:
+///
+///   tensors.lse_parts = call.in("lse_parts", "f32 [P, T, H]");
+///   tensors.sink = call.opt("sink", "f32 [H]");
+///   tensors.lse = call.out("lse", "f32 [T, H]");
+///   call.run<MergeLse>(problem, tensors);
+///
+/// A declaration is "<type>[|<type>...] [<axis>, ...]". An axis is a number, a name, a name plus a
+/// number (R+1), or `?` for any extent. The first tensor that names an axis fixes its extent, the
+/// others must agree. Everything is refused by Error(kInvalidArgument) naming operator, tensor or
+/// parameter, found and expected.
+class OperatorCall {
+ public:
+  OperatorCall(std::string op, const TensorMap& inputs, const Json& params, const Device& device,
+               const Options& options);
+
+  // Tensors, in the order of the table.
+  ConstTensorView in(const std::string& name, const std::string& declaration);
+  /// An undefined view when absent.
+  ConstTensorView opt(const std::string& name, const std::string& declaration);
+  /// A zero-filled output; every axis must be known.
+  TensorView out(const std::string& name, const std::string& declaration);
+  /// An output that starts as a copy of the input of the same name.
+  TensorView update(const std::string& name, const std::string& declaration);
+  bool has(const std::string& name) const { return inputs_.find(name).defined(); }
+
+  // Axes.
+  int64_t extent(const std::string& axis) const;
+  /// Fixes an axis that no tensor names; negative extents are refused under `source`.
+  void set_extent(const std::string& axis, int64_t extent, const std::string& source);
+
+  // Parameters: without a default they are required.
+  int64_t integer(const std::string& name, std::optional<int64_t> otherwise = std::nullopt);
+  /// A finite fp32 value.
+  float number(const std::string& name, std::optional<float> otherwise = std::nullopt);
+  bool flag(const std::string& name, bool otherwise);
+  /// One of the words of an enum with to_string(); `later` lists words that exist in the format but
+  /// not in this build: Error(kUnsupported).
+  template <class Enum>
+  Enum choice(const std::string& name, std::initializer_list<Enum> values,
+              std::optional<Enum> otherwise = std::nullopt,
+              std::initializer_list<std::string_view> later = {}) {
+    std::vector<std::string> words;
+    for (const Enum value : values) words.emplace_back(to_string(value));
+    const std::optional<size_t> found = find_word(
+        name, words, std::vector<std::string>(later.begin(), later.end()), otherwise.has_value());
+    return found ? values.begin()[*found] : *otherwise;
+  }
+
+  /// Names that the tables have but this build does not: given, they are Error(kUnsupported). A
+  /// parameter that has its default value is let through.
+  void later_tensor(const std::string& name, const std::string& feature);
+  void later_param(const std::string& name, const Json& harmless, const std::string& feature);
+
+  /// A refusal of the binding itself.
+  [[noreturn]] void refuse(const std::string& what) const;
+
+  /// Refuses names that were not asked for, then plans and runs.
+  template <class Op>
+  void run(const typename Op::Problem& problem, const typename Op::Tensors& tensors) {
+    refuse_unknown_names();
+    const Op plan = Op::plan(problem, device_, options_);
+    choice_ = plan.implementation();
+    HostBuffer workspace(plan.workspace_bytes());
+    plan.run(tensors, workspace.workspace());
+  }
+
+  const std::string& op() const { return op_; }
+  const ImplementationChoice& implementation() const { return choice_; }
+  TensorMap take_outputs() { return std::move(outputs_); }
+
+ private:
+  struct Axis {
+    int64_t extent;
+    std::string source;
+  };
+
+  const Json* param(const std::string& name, bool required);
+  std::optional<size_t> find_word(const std::string& name, const std::vector<std::string>& words,
+                                  const std::vector<std::string>& later, bool has_default);
+  void match(const std::string& name, const ConstTensorView& tensor,
+             const std::string& declaration);
+  void refuse_unknown_names() const;
+
+  std::string op_;
+  const TensorMap& inputs_;
+  const Json& params_;
+  Device device_;
+  Options options_;
+  TensorMap outputs_;
+  int64_t output_bytes_ = 0;
+  std::map<std::string, Axis> axes_;
+  std::set<std::string> known_tensors_;
+  std::set<std::string> known_params_;
+  ImplementationChoice choice_;
+};
+
+/// One operator of `fovea run`.
+struct Binding {
+  std::string_view op;
+  void (*run)(OperatorCall& call);
+};
+
+/// The bindings, sorted by name.
+const std::vector<Binding>& bindings();
+
+/// Throws UsageError ("unknown operator ...") listing what exists.
+const Binding& find_binding(const std::string& op);
+
+}  // namespace fovea::cli

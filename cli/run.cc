@@ -1,0 +1,93 @@
+// fovea run: one operator on tensors from a file.
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdio>
+
+#include "cli/operator_call.h"
+#include "cli/run_bindings.h"
+#include "cli/verbs.h"
+#include "fovea/error.h"
+#include "fovea/json.h"
+#include "fovea/safetensors.h"
+
+namespace fovea::cli {
+namespace {
+
+void check_implementation(const std::string& op, const std::string& name) {
+  if (name.empty()) return;
+  std::string known;
+  for (const OperatorInfo& info : operators()) {
+    if (info.name != op) continue;
+    for (const ImplementationInfo& entry : info.implementations) {
+      if (entry.name == name) return;
+      known += (known.empty() ? "" : ", ") + entry.name;
+    }
+  }
+  throw UsageError(fmt::format("{} has no implementation '{}'; it has: {}", op, name, known));
+}
+
+Json parse_params(const TensorFile& file, const std::string& path) {
+  const auto params = file.metadata.find("params");
+  return params == file.metadata.end() ? Json::object()
+                                       : Json::parse(params->second, path + ": params");
+}
+
+void print_result(const RunOptions& options, const OperatorCall& call, const TensorMap& outputs) {
+  if (options.json) {
+    Json shapes = Json::object();
+    for (const std::string& name : outputs.names()) {
+      shapes.set(name, to_string(outputs.find(name)));
+    }
+    const Json result = Json::object({{"operator", options.op},
+                                      {"implementation", call.implementation().name},
+                                      {"output", options.output_path},
+                                      {"tensors", std::move(shapes)}});
+    fmt::print("{}\n", result.dump(2));
+    return;
+  }
+  fmt::print("{}: implementation {}, written to {}\n", options.op, call.implementation().name,
+             options.output_path);
+  for (const std::string& name : outputs.names()) {
+    fmt::print("  {:<16} {}\n", name, to_string(outputs.find(name)));
+  }
+}
+
+}  // namespace
+
+const std::vector<Binding>& bindings() {
+  static const std::vector<Binding> list = {
+      {"merge_lse", run_merge_lse},
+  };
+  return list;
+}
+
+const Binding& find_binding(const std::string& op) {
+  const auto found = std::find_if(bindings().begin(), bindings().end(),
+                                  [&](const Binding& binding) { return binding.op == op; });
+  if (found != bindings().end()) return *found;
+  std::string known;
+  for (const Binding& binding : bindings()) {
+    known += (known.empty() ? "" : ", ") + std::string(binding.op);
+  }
+  throw UsageError(fmt::format("unknown operator '{}'; this build has: {}", op, known));
+}
+
+int run(const RunOptions& options) {
+  const Binding& binding = find_binding(options.op);
+  check_implementation(options.op, options.settings.implementation);
+  const Device device = options.settings.parsed_device();
+  const TensorFile input = read_safetensors(options.input_path);
+  const Json params = parse_params(input, options.input_path);
+  OperatorCall call(options.op, input.tensors, params, device,
+                    Options{options.settings.implementation});
+  binding.run(call);
+  TensorFile output;
+  output.tensors = call.take_outputs();
+  write_safetensors(options.output_path, output);
+  print_result(options, call, output.tensors);
+  return kExitOk;
+}
+
+}  // namespace fovea::cli

@@ -1,0 +1,70 @@
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "fovea/device.h"
+
+/// The verbs of the command line: one options struct and one function each, filled and called by
+/// main.cc. Results go to stdout, talk to stderr.
+namespace fovea::cli {
+
+enum ExitCode : int {
+  kExitOk = 0,
+  kExitMismatch = 1,  ///< Something was compared and differs.
+  kExitUsage = 2,     ///< Options, verbs, operators, models.
+  kExitFailure = 3,   ///< Files and run time.
+};
+
+/// Ends the program with kExitUsage and this message.
+class UsageError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+/// Options of every verb that runs operators.
+struct RunSettings {
+  std::string device = "cpu";
+  int threads = 0;             ///< 0: every hardware thread.
+  std::string implementation;  ///< Empty: the best that supports the problem.
+
+  /// Throws UsageError for a device that this build lacks.
+  Device parsed_device() const;
+};
+
+/// Facts and configuration that `info --explain` feeds to the dispatch of the DSA backend.
+struct ExplainOptions {
+  std::string mode = "extend";
+  int64_t num_heads = 128;
+  int64_t topk = 2048;
+  std::string row_format = "v32";
+  bool host_lengths = false;
+  int64_t max_kv_len = 0;
+  int64_t sum_kv_len = 0;
+  int64_t num_rows = 1;
+  bool has_prefix = false;
+  bool mha_inputs = false;
+  bool deterministic = false;
+  bool force_absorbed = false;
+};
+
+struct InfoOptions {
+  bool json = false;
+  bool markdown = false;
+  bool explain = false;
+  ExplainOptions facts;
+};
+int info(const InfoOptions& options);
+
+struct RunOptions {
+  RunSettings settings;
+  std::string op;
+  std::string input_path;
+  std::string output_path;
+  bool json = false;
+};
+int run(const RunOptions& options);
+
+}  // namespace fovea::cli

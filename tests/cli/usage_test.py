@@ -1,0 +1,78 @@
+"""Verbs, options, environment variables and their exit codes."""
+
+import json
+
+from support import CommandLineTest
+
+
+class UsageTest(CommandLineTest):
+    def test_without_a_verb_it_is_a_usage_error(self):
+        self.expect(self.fovea(), 2, "--help")
+
+    def test_an_unknown_verb_is_a_usage_error(self):
+        self.expect(self.fovea("frobnicate"), 2, "frobnicate")
+
+    def test_help_and_version_succeed_on_stdout(self):
+        self.expect(self.fovea("--help"), 0, "info", "run", "Example: fovea info", "Exit codes")
+        self.expect(self.fovea("--version"), 0, ".")
+
+    def test_every_verb_has_help_with_an_example(self):
+        for verb in ("info", "run"):
+            self.expect(self.fovea(verb, "--help"), 0, f"Example: fovea {verb}")
+
+    def test_unknown_options_are_usage_errors(self):
+        self.expect(self.fovea("info", "--frobnicate"), 2, "--frobnicate")
+        self.expect(self.fovea("run", "merge_lse", "a", "b", "c"), 2, "c")
+
+    def test_missing_positionals_are_usage_errors(self):
+        self.expect(self.fovea("run"), 2, "operator")
+        self.expect(self.fovea("run", "merge_lse", "in"), 2, "output")
+
+    def test_threads_must_be_a_positive_number(self):
+        for value in ("0", "-1", "two", "1.5", "99999999999999999999", ""):
+            self.expect(self.fovea("run", "merge_lse", "a", "b", "--threads", value), 2, "--threads")
+
+    def test_unknown_devices_are_usage_errors(self):
+        self.expect(self.fovea("run", "merge_lse", "a", "b", "--device", "tpu"), 2, "tpu", "cpu")
+        self.expect(self.fovea("run", "merge_lse", "a", "b", "--device", "cuda:0"), 2, "cuda:0")
+
+
+class EnvironmentTest(CommandLineTest):
+    def test_wrong_values_are_usage_errors_that_list_what_exists(self):
+        self.expect(self.fovea("info", FOVEA_CPU_ISA="sse9"), 2, "FOVEA_CPU_ISA", "sse9", "avx2")
+        self.expect(self.fovea("info", FOVEA_FORCE_IMPL="fast"), 2, "'fast'", "merge_lse")
+        self.expect(self.fovea("info", FOVEA_FORCE_IMPL="nothing=ref"), 2, "'nothing=ref'")
+        self.expect(self.fovea("info", FOVEA_FORCE_IMPL="merge_lse=fast"), 2, "'merge_lse=fast'")
+
+    def test_the_instruction_set_can_be_limited(self):
+        self.expect(self.fovea("info", FOVEA_CPU_ISA="baseline"), 0, "in use baseline")
+
+    def test_empty_values_mean_unset(self):
+        self.expect(self.fovea("info", FOVEA_CPU_ISA="", FOVEA_FORCE_IMPL=""), 0, "merge_lse")
+
+
+class InfoTest(CommandLineTest):
+    def test_json_lists_operators_and_their_implementations(self):
+        result = self.fovea("info", "--json")
+        self.expect(result, 0)
+        facts = json.loads(result.stdout)
+        self.assertEqual(facts["devices"][0]["name"], "cpu")
+        self.assertIn("baseline", facts["devices"][0]["instruction_sets"])
+        for op in facts["operators"]:
+            names = [entry["name"] for entry in op["implementations"]]
+            self.assertEqual(names[-1], "ref", op)
+            for entry in op["implementations"]:
+                self.assertEqual(entry["available"], "reason" not in entry)
+        self.assertIn("merge_lse", [op["name"] for op in facts["operators"]])
+
+    def test_markdown_is_a_table_of_all_operators(self):
+        result = self.fovea("info", "--markdown")
+        self.expect(result, 0, "| `merge_lse` | mla |")
+        widths = {line.count("|") for line in result.stdout.strip().splitlines()}
+        self.assertEqual(len(widths), 1)
+
+    def test_markdown_and_json_exclude_each_other(self):
+        self.expect(self.fovea("info", "--markdown", "--json"), 2, "--markdown")
+
+    def test_verbose_says_on_stderr_which_implementation_runs(self):
+        self.expect(self.fovea("info", "-v"), 0)
