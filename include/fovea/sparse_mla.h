@@ -43,11 +43,11 @@ struct SparseMlaTensors {
   ConstTensorView q;        ///< bf16 [T, H, Dqk]
   ConstTensorView kv;       ///< bf16 [S, Dqk], or u8 [pages, page_bytes] with page_size
   ConstTensorView indices;  ///< i32 [T, K]; slot, i.e. page * page_size + offset; outside: unused
-  ConstTensorView topk_length = {};  ///< optional i32 [T], clamped to [0, K]; columns past it are
-                                     ///< not read as indices
-  ConstTensorView sink = {};               ///< optional f32 [H], natural-log units
-  ConstTensorView extra_kv = {};           ///< optional second cache, together with extra_indices
-  ConstTensorView extra_indices = {};      ///< i32 [T, extra_topk], slots of extra_kv
+  ConstTensorView topk_length = {};    ///< optional i32 [T], clamped to [0, K]; columns past it are
+                                       ///< not read as indices
+  ConstTensorView sink = {};           ///< optional f32 [H], natural-log units
+  ConstTensorView extra_kv = {};       ///< optional second cache, together with extra_indices
+  ConstTensorView extra_indices = {};  ///< i32 [T, extra_topk], slots of extra_kv
   ConstTensorView extra_topk_length = {};  ///< optional i32 [T]
   TensorView out;                          ///< bf16 [T, H, 512]
   TensorView lse;                          ///< f32 [T, H], natural log, sink excluded
