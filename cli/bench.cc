@@ -1,0 +1,167 @@
+#include "cli/bench.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <set>
+#include <thread>
+
+#include "bench/case.h"
+#include "bench/machine.h"
+#include "bench/report.h"
+#include "bench/runner.h"
+#include "cli/verbs.h"
+#include "fovea/ceilings.h"
+#include "fovea/ceilings_file.h"
+#include "fovea/device.h"
+#include "fovea/error.h"
+
+namespace fovea::cli {
+namespace {
+
+// The cases that the options ask for. Throws UsageError when a name is wrong.
+std::vector<bench::BenchCase> select_cases(const BenchOptions& options) {
+  std::vector<bench::BenchCase> selected;
+  std::string ops, names;
+  for (bench::BenchCase& entry : bench::all_cases()) {
+    if (ops.find(" " + entry.op + " ") == std::string::npos) ops += " " + entry.op + " ";
+    if (!options.op.empty() && entry.op != options.op) continue;
+    names += fmt::format("\n  {:<36} {}", entry.op + "/" + entry.name, entry.description);
+    if (entry.name.find(options.case_name) != std::string::npos)
+      selected.push_back(std::move(entry));
+  }
+  if (names.empty())
+    throw UsageError(fmt::format("bench: unknown operator '{}'; there are{}", options.op, ops));
+  if (selected.empty())
+    throw UsageError(
+        fmt::format("bench: no case contains '{}'; there are{}", options.case_name, names));
+  return selected;
+}
+
+// Limits the instruction set for the life of the object.
+class IsaLimit {
+ public:
+  IsaLimit() : previous_(current_cpu_isa()) {}
+  ~IsaLimit() {
+    if (current_cpu_isa() != previous_) limit_cpu_isa(previous_);
+  }
+  IsaLimit(const IsaLimit&) = delete;
+  IsaLimit& operator=(const IsaLimit&) = delete;
+
+  // False for a word that names none. Throws Error when this CPU lacks it.
+  bool apply(const std::string& name) {
+    for (const CpuIsa isa :
+         {CpuIsa::kBaseline, CpuIsa::kAvx2, CpuIsa::kAvx3, CpuIsa::kAvx512Bf16}) {
+      if (to_string(isa) != name) continue;
+      limit_cpu_isa(isa);
+      return true;
+    }
+    return false;
+  }
+
+ private:
+  CpuIsa previous_;
+};
+
+void warn_when_busy() {
+  const bench::DisturbanceProbe probe;
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  const bench::Disturbance disturbance = probe.read();
+  if (!disturbance.matters()) return;
+  fmt::print(stderr,
+             "fovea bench: warning: something else runs on this machine ({}; load average {:.1f}); "
+             "the figures are not worth much\n",
+             disturbance.describe(), bench::load_average());
+}
+
+MachineCeilings ceilings_for(const Device& device, bool again) {
+  if (!again) {
+    if (std::optional<MachineCeilings> kept = load_ceilings(device)) return *kept;
+  }
+  fmt::print(stderr, "fovea bench: measuring the ceilings of this machine\n");
+  const bench::DisturbanceProbe probe;
+  MachineCeilings ceilings = measure_ceilings(device);
+  if (const bench::Disturbance disturbance = probe.read(); disturbance.matters()) {
+    fmt::print(
+        stderr,
+        "fovea bench: warning: the ceilings were measured on a busy machine ({}); repeat with "
+        "--ceilings when it is idle\n",
+        disturbance.describe());
+  }
+  try {
+    store_ceilings(ceilings);
+    fmt::print(stderr, "fovea bench: kept in {}\n", ceilings_path());
+  } catch (const Error& error) {
+    fmt::print(stderr, "fovea bench: warning: {}\n", error.what());
+  }
+  return ceilings;
+}
+
+bool write_json(const std::string& path, const Json& json) {
+  std::ofstream file(path);
+  file << json.dump(2) << "\n";
+  file.flush();
+  if (!file) fmt::print(stderr, "fovea bench: cannot write {}\n", path);
+  return static_cast<bool>(file);
+}
+
+// Runs the cases one after the other and prints each as soon as it is done.
+bench::CaseOutcome run_cases(const std::vector<bench::BenchCase>& cases,
+                             const BenchOptions& options, const MachineCeilings& ceilings) {
+  bench::CaseOutcome all;
+  fmt::print("{}", bench::table_heading());
+  for (const bench::BenchCase& entry : cases) {
+    const bench::RunSettings settings{ceilings.all_threads.num_threads, options.implementations,
+                                      options.quick};
+    const ThroughputLimits& limits =
+        entry.num_threads == 1 ? ceilings.one_thread : ceilings.all_threads;
+    bench::CaseOutcome outcome = bench::run_case(entry, settings, limits);
+    for (const bench::Measurement& measurement : outcome.measurements)
+      fmt::print("{}", bench::table_row(measurement));
+    for (const bench::Rejection& rejection : outcome.rejections) {
+      fmt::print(stderr, "fovea bench: {}/{} {}: {}{}\n", rejection.op, rejection.case_name,
+                 rejection.implementation, rejection.wrong ? "WRONG RESULT, not timed: " : "",
+                 rejection.reason);
+    }
+    std::fflush(stdout);
+    std::move(outcome.measurements.begin(), outcome.measurements.end(),
+              std::back_inserter(all.measurements));
+    std::move(outcome.rejections.begin(), outcome.rejections.end(),
+              std::back_inserter(all.rejections));
+  }
+  return all;
+}
+
+}  // namespace
+
+int run_bench(const BenchOptions& options) {
+  const std::vector<bench::BenchCase> cases = select_cases(options);
+  IsaLimit limit;
+  if (!options.isa.empty() && !limit.apply(options.isa))
+    throw UsageError(
+        fmt::format("bench: --isa '{}', expected baseline, avx2, avx3 or avx512bf16", options.isa));
+  const Device device = Device::cpu(options.num_threads);
+  warn_when_busy();
+  bench::Session session = bench::make_session(options.command);
+  fmt::print("{}\n", bench::describe_session(session));
+  session.ceilings = ceilings_for(device, options.ceilings);
+  fmt::print("{}\n", bench::describe_ceilings(session.ceilings));
+  bench::CaseOutcome outcome;
+  const bool only_ceilings = options.ceilings && options.op.empty() && options.case_name.empty();
+  if (!only_ceilings) {
+    outcome = run_cases(cases, options, session.ceilings);
+    fmt::print(
+        "\nshare: floor over median; min/tgt: fastest run over target (1 or less: reached; *: "
+        "general target), see docs/bench.md\n");
+  }
+  if (!options.json_path.empty() &&
+      !write_json(options.json_path, to_json(session, outcome.measurements, outcome.rejections)))
+    return kExitFailure;
+  const bool wrong = std::any_of(outcome.rejections.begin(), outcome.rejections.end(),
+                                 [](const bench::Rejection& rejection) { return rejection.wrong; });
+  return wrong ? kExitMismatch : kExitOk;
+}
+
+}  // namespace fovea::cli
