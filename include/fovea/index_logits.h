@@ -14,19 +14,21 @@ enum class IndexLayout : uint8_t {
             ///< request.
 };
 
+/// Problem of index_logits.
 struct IndexLogitsProblem {
   IndexLayout layout = IndexLayout::kPaged;
   int64_t max_rows = 0;    ///< Upper bound of T.
-  int64_t num_heads = 0;   ///< Hi.
-  int64_t head_dim = 128;  ///< Di.
+  int64_t num_heads = 0;   ///< Hi, 1..4096.
+  int64_t head_dim = 128;  ///< Di, 1..16384.
   int64_t page_size = 0;   ///< kPaged: P, 1..256.
 };
 
+/// Tensors of index_logits; those of the other layout are not looked at.
 struct IndexLogitsTensors {
-  ConstTensorView q_fp8;        ///< u8 [T, Hi, Di]
-  ConstTensorView head_weight;  ///< f32 [T, Hi]
+  ConstTensorView q_fp8;        ///< u8 [T, Hi, Di], e4m3
+  ConstTensorView head_weight;  ///< f32 [T, Hi], any sign
   // kRagged
-  ConstTensorView k_fp8;    ///< u8 [S, Di]
+  ConstTensorView k_fp8;    ///< u8 [S, Di], e4m3
   ConstTensorView k_scale;  ///< f32 [S]
   ConstTensorView k_start;  ///< i32 [T]; cut to [0, S]
   ConstTensorView k_end;    ///< i32 [T]; cut to [0, S]
@@ -40,10 +42,25 @@ struct IndexLogitsTensors {
                              ///< column = position - start; columns outside the row are unspecified
 };
 
-/// logit(t, j) = k_scale[j] * sum_h head_weight[t,h] * max(0, <q_fp8[t,h], k_fp8[j]>), accumulated
-/// in fp32.
+/// Lightning-indexer logits of query rows against quantised keys:
 ///
-/// A key whose page is outside the pool: -inf. Rows of length <= 0 touch no memory.
+///   logit(t, j) = k_scale[j] * sum_h head_weight[t,h] * max(0, <q_fp8[t,h], k_fp8[j]>)
+///
+/// The products are exact, sums and weights are fp32: channels 0..Di-1 in order, then heads
+/// 0..Hi-1 in order, then the scale. So the bits of one logit depend on its query and key alone:
+/// not on layout, page size, other rows, key alignment or thread count; ragged equals paged. (They
+/// may differ between implementations and instruction sets.)
+///
+/// A key past the page table or on a page outside the pool is not read: its logit is -inf. A NaN
+/// code or weight gives NaN in the row, a NaN key code or scale in the column that it belongs to,
+/// nowhere else. Rows without keys (length <= 0, k_end <= k_start, a request outside the table)
+/// touch no memory; nothing past a row's keys is read. Addresses are 64-bit. T = 0 does nothing.
+/// The caller owns all memory.
+///
+/// plan() throws Error(kInvalidArgument) for bounds outside the table above, run() for tensors that
+/// do not fit the plan, before anything is written. Thread-safe: one workspace per concurrent run.
+///
+/// Source: DeepSeek-V3.2 (lightning indexer); docs/index_logits.md.
 class FOVEA_API IndexLogits : public OperatorPlan<IndexLogitsProblem, IndexLogitsTensors> {
  public:
   static IndexLogits plan(const IndexLogitsProblem& problem, const Device& device,

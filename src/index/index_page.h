@@ -45,6 +45,8 @@ constexpr int64_t index_page_bytes(int64_t page_size, int64_t head_dim) {
 inline constexpr int64_t kMaxIndexPageSize = 256;
 /// Widest index key; bounds the scratch rows of the operators (models: 128).
 inline constexpr int64_t kMaxIndexHeadDim = 16384;
+/// Most index heads (models: 64).
+inline constexpr int64_t kMaxIndexHeads = 4096;
 
 /// Bounds of a problem of index_store or index_gather.
 void check_index_cache(const char* op, const IndexCacheProblem& problem);

@@ -1,0 +1,11 @@
+#pragma once
+
+#include "fovea/index_logits.h"
+
+/// The implementations of index_logits.
+namespace fovea::internal {
+
+void index_logits_ref(const IndexLogitsProblem& problem, const Device& device,
+                      const IndexLogitsTensors& tensors, Workspace workspace);
+
+}  // namespace fovea::internal
