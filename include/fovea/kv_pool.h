@@ -1,6 +1,8 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <memory>
 
 #include "fovea/device.h"
 #include "fovea/dtype.h"
@@ -11,29 +13,42 @@ namespace fovea {
 
 struct KvPoolConfig {
   RowFormat row_format = RowFormat::kBf16;  ///< kI132 makes an index-key pool.
-  int64_t width = 576;                      ///< Channels of a row.
+  int64_t width = 576;  ///< Channels of a row: any for kBf16, 576 for kV32, 128 for kI132.
   int64_t num_layers = 1;
   int64_t num_pages = 0;  ///< Including the dummy page 0.
-  int64_t page_size = 0;  ///< 1..256.
+  int64_t page_size = 0;  ///< Tokens per page, 1..256.
 };
 
-/// The paged cache of every layer of one kind: zero-initialised, u8 [num_pages, page_bytes] per
-/// layer.
+/// The paged cache of every layer of one kind, owned: u8 [num_pages, page_bytes] per layer, rows as
+/// docs/formats.md says. All bytes are zero at first and take physical memory only once touched.
+/// The object itself is immutable; who writes which slot when is the caller's concern.
 class FOVEA_API KvPool {
  public:
-  /// Throws Error(kInvalidArgument) for a bad configuration and Error(kOutOfMemory), naming bytes,
-  /// when it does not fit.
+  /// Throws Error(kInvalidArgument) for a configuration outside the table above,
+  /// Error(kUnsupported) for a device other than the CPU, and Error(kOutOfMemory), naming the bytes
+  /// asked and free, when it does not fit.
   KvPool(const KvPoolConfig& config, const Device& device);
 
+  /// u8 [num_pages, page_bytes] of one layer, pages packed; valid while the pool lives. Throws
+  /// Error(kInvalidArgument) for a layer outside 0..num_layers - 1.
   TensorView layer(int64_t layer);
+
   const KvPoolConfig& config() const noexcept { return config_; }
+  /// Bytes of all layers together.
   int64_t bytes() const noexcept { return bytes_; }
 
  private:
+  struct Unmap {
+    Unmap() noexcept : bytes(0) {}
+    explicit Unmap(size_t mapped) noexcept : bytes(mapped) {}
+    size_t bytes;
+    void operator()(void* data) const noexcept;
+  };
   KvPoolConfig config_;
   int64_t page_bytes_ = 0;
+  int64_t layer_bytes_ = 0;
   int64_t bytes_ = 0;
-  HostBuffer memory_;
+  std::unique_ptr<void, Unmap> memory_;
 };
 
 }  // namespace fovea

@@ -9,37 +9,49 @@
 
 namespace fovea {
 
-/// Bytes that `page_size` tokens of a format take in a page; a pool's page may be longer, the
-/// surplus is never touched. `width` is the number of channels: required for kBf16 (576, 512 or 128
-/// in models), fixed for kV32 (576) and kI132 (128).
+/// Bytes that `page_size` tokens of a format take in a page: page_size * 2 * width (kBf16),
+/// page_size * 656 (kV32), page_size * (width + 4) (kI132). A pool's page may be longer, the
+/// surplus is never touched. `width` is the number of channels: 576 for kV32, 128 in models for
+/// kI132, any for kBf16 (576 or 512 in models). Throws Error(kInvalidArgument) for page_size
+/// outside 1..256 or a width the format does not have.
 FOVEA_API int64_t page_bytes(RowFormat format, int64_t page_size, int64_t width);
 
 /// Problem of pack_rows and unpack_rows.
 struct RowCodecProblem {
   int64_t max_rows = 0;  ///< Upper bound of N.
   RowFormat row_format = RowFormat::kBf16;
-  int64_t page_size = 0;                    ///< Tokens per page, 1..256.
-  int64_t width = 0;                        ///< Channels D of a row; 576 for kV32, 128 for kI132.
-  ScaleMode scale_mode = ScaleMode::kFp32;  ///< kV32, kI132; ignored by kBf16.
+  int64_t page_size = 0;  ///< Tokens per page, 1..256; 0 for a pool given as bf16 [S, D].
+  int64_t width = 0;      ///< Channels D of a row; 576 for kV32, 128 in models for kI132.
+  ScaleMode scale_mode = ScaleMode::kFp32;  ///< kV32, kI132; ignored by kBf16 and unpack_rows.
 };
 
 struct PackRowsTensors {
-  ConstTensorView src;  ///< bf16 [N, D]
-  ConstTensorView
-      slots;  ///< i32 [N]; page * page_size + offset; out of range (e.g. -1): the row is skipped
-  TensorView pool;  ///< u8 [pages, page_bytes]; kBf16 also as bf16 [S, D]
+  ConstTensorView src;    ///< bf16 [N, D]
+  ConstTensorView slots;  ///< i32 [N]; page * page_size + offset; outside the pool: skipped
+  TensorView pool;        ///< u8 [pages, >= page_bytes]; kBf16 also as bf16 [S, D]
 };
 
-/// Scatters bf16 rows into the slots of a packed pool, quantising as the format says.
+/// Scatters bf16 rows into the slots of a paged pool, quantising as the format says:
 ///
-/// Rows whose slot is outside the pool are skipped; all other bytes of the pool keep their value. A
-/// slot that occurs twice is a caller error (either row may win). Non-finite elements and scales:
-/// docs/formats.md. The bytes are equal on every backend. Source of the layouts: DeepSeek-V3.2's
-/// published cache formats, restated in docs/formats.md.
+///   kBf16   the bits of src
+///   kV32    per tile of 128 of the first 512 channels: scale and e4m3(x / scale); the last 64 as
+///           they are
+///   kI132   one tile over all D channels: scale and e4m3(x / scale)
+///
+/// with IEEE fp32 divisions and the scale rules of docs/formats.md, so that the bytes are equal on
+/// every backend. NaN becomes the code 0x7F, infinities saturate, neither enters a scale.
+///
+/// Rows whose slot is outside the pool (e.g. -1) are skipped; all other bytes of the pool keep
+/// their value. The content of a slot that occurs twice in one call is unspecified. N = 0: nothing
+/// happens.
+///
+/// Same inputs: the same bytes, for any number of threads. plan() throws Error(kInvalidArgument)
+/// for a page size or width outside the table; run() compares the tensors with the plan, and
+/// refuses a pool whose pages or rows overlap. Thread-safe while no slot is written by two runs at
+/// once. Source of the layouts: DeepSeek-V3.2's published cache formats, restated in
+/// docs/formats.md.
 class FOVEA_API PackRows : public OperatorPlan<RowCodecProblem, PackRowsTensors> {
  public:
-  /// Throws Error(kInvalidArgument) for a page size outside 1..256 or a width the format does not
-  /// have.
   static PackRows plan(const RowCodecProblem& problem, const Device& device,
                        const Options& options = {});
 
@@ -49,11 +61,16 @@ class FOVEA_API PackRows : public OperatorPlan<RowCodecProblem, PackRowsTensors>
 
 struct UnpackRowsTensors {
   ConstTensorView pool;   ///< as in PackRowsTensors
-  ConstTensorView slots;  ///< i32 [N]; repeats are fine; out of range: the row is zeros
-  TensorView out;         ///< bf16 [N, D]: bf16(code * scale), the product in fp32, one rounding
+  ConstTensorView slots;  ///< i32 [N]; repeats are fine; outside the pool: the row is zeros
+  TensorView out;         ///< bf16 [N, D]
 };
 
-/// Gathers rows of a packed pool as bf16.
+/// Gathers rows of a paged pool as bf16: bf16(code * scale), the product in fp32, one rounding;
+/// bf16 parts as they are. Only the bytes of the listed slots are read. Any finite scale is taken
+/// as it is; a NaN product (NaN code, scale not finite) is the bf16 0x7FC0.
+///
+/// Same inputs: the same bits, for any number of threads and every implementation. Errors as for
+/// PackRows. Thread-safe.
 class FOVEA_API UnpackRows : public OperatorPlan<RowCodecProblem, UnpackRowsTensors> {
  public:
   static UnpackRows plan(const RowCodecProblem& problem, const Device& device,

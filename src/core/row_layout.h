@@ -1,0 +1,74 @@
+#pragma once
+
+#include <cstdint>
+
+#include "fovea/dtype.h"
+#include "fovea/tensor.h"
+
+/// Byte layouts of packed rows (docs/formats.md) and the addresses of their parts.
+namespace fovea::internal {
+
+/// v32: 512 e4m3 codes, one fp32 scale per 128 of them, 64 bf16 rope values, in one record.
+inline constexpr int64_t kV32LatentDim = 512;
+inline constexpr int64_t kV32TileDim = 128;
+inline constexpr int64_t kV32NumTiles = kV32LatentDim / kV32TileDim;
+inline constexpr int64_t kV32RopeDim = 64;
+inline constexpr int64_t kV32Width = kV32LatentDim + kV32RopeDim;
+inline constexpr int64_t kV32ScaleOffset = kV32LatentDim;
+inline constexpr int64_t kV32RopeOffset = kV32ScaleOffset + 4 * kV32NumTiles;
+inline constexpr int64_t kV32RowBytes = kV32RopeOffset + 2 * kV32RopeDim;
+static_assert(kV32RowBytes == 656);
+
+/// i132: `width` e4m3 codes and one fp32 scale a token; a page holds all codes, then all scales.
+inline constexpr int64_t kI132Width = 128;
+constexpr int64_t i132_row_bytes(int64_t width) { return width + 4; }
+
+/// Bytes of one token in any format.
+constexpr int64_t row_bytes(RowFormat format, int64_t width) {
+  switch (format) {
+    case RowFormat::kBf16:
+      return 2 * width;
+    case RowFormat::kV32:
+      return kV32RowBytes;
+    case RowFormat::kI132:
+      return i132_row_bytes(width);
+  }
+  return 0;
+}
+
+/// Tokens of a paged pool, addressed by slot = page * page_size + offset, in 64 bits. Byte is const
+/// for readers. Nothing in a pool is aligned beyond what its base and page stride give.
+template <class Byte>
+struct PagedRows {
+  Byte* data = nullptr;
+  int64_t num_pages = 0;
+  int64_t page_size = 1;
+  int64_t page_stride_bytes = 0;
+
+  int64_t capacity() const { return num_pages * page_size; }
+  bool contains(int64_t slot) const { return slot >= 0 && slot < capacity(); }
+
+  /// Start of the slot's part in a region of the page that gives `bytes` to each token and starts
+  /// `region_offset` bytes into the page.
+  Byte* at(int64_t slot, int64_t bytes, int64_t region_offset = 0) const {
+    return data + slot / page_size * page_stride_bytes + region_offset + slot % page_size * bytes;
+  }
+
+  /// The record of a bf16 or v32 row.
+  Byte* record(int64_t slot, int64_t bytes) const { return at(slot, bytes); }
+  Byte* i132_codes(int64_t slot, int64_t width) const { return at(slot, width); }
+  Byte* i132_scale(int64_t slot, int64_t width) const { return at(slot, 4, page_size * width); }
+};
+
+/// Views a pool: u8 [pages, page_bytes], or bf16 [S, D] (then every row is a page of its own).
+template <class Byte, class View>
+PagedRows<Byte> paged_rows(const View& pool, int64_t page_size) {
+  PagedRows<Byte> rows;
+  rows.data = static_cast<Byte*>(pool.data);
+  rows.num_pages = pool.shape[0];
+  rows.page_size = pool.dtype == DType::kBf16 ? 1 : page_size;
+  rows.page_stride_bytes = pool.stride[0] * static_cast<int64_t>(size_of(pool.dtype));
+  return rows;
+}
+
+}  // namespace fovea::internal

@@ -1,0 +1,84 @@
+#include "fovea/kv_pool.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <limits>
+#include <string>
+
+#include "fovea/error.h"
+#include "fovea/row_codec.h"
+
+namespace fovea {
+namespace {
+
+TEST(PageBytes, FollowsTheLayouts) {
+  EXPECT_EQ(page_bytes(RowFormat::kBf16, 64, 576), 64 * 1152);
+  EXPECT_EQ(page_bytes(RowFormat::kBf16, 1, 512), 1024);
+  EXPECT_EQ(page_bytes(RowFormat::kV32, 64, 576), 64 * 656);
+  EXPECT_EQ(page_bytes(RowFormat::kI132, 64, 128), 8448);
+  EXPECT_EQ(page_bytes(RowFormat::kI132, 1, 128), 132);
+  EXPECT_EQ(page_bytes(RowFormat::kI132, 4, 64), 4 * 68);
+}
+
+TEST(PageBytes, RefusesWhatTheFormatsDoNotHave) {
+  EXPECT_THROW(page_bytes(RowFormat::kBf16, 0, 576), Error);
+  EXPECT_THROW(page_bytes(RowFormat::kBf16, 257, 576), Error);
+  EXPECT_THROW(page_bytes(RowFormat::kBf16, 64, 0), Error);
+  EXPECT_THROW(page_bytes(RowFormat::kV32, 64, 512), Error);
+  EXPECT_THROW(page_bytes(RowFormat::kI132, 64, -1), Error);
+  EXPECT_THROW(page_bytes(RowFormat::kBf16, 64, std::numeric_limits<int64_t>::max()), Error);
+}
+
+TEST(KvPool, LayersAreZeroAlignedAndApart) {
+  KvPool pool({RowFormat::kI132, 128, 3, 5, 7}, Device::cpu(1));
+  EXPECT_GE(pool.bytes(), 3 * 5 * 7 * 132);
+  for (int64_t layer = 0; layer < 3; ++layer) {
+    const TensorView view = pool.layer(layer);
+    EXPECT_EQ(to_string(view), "u8 [5, 924]");
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(view.data) % 64, 0u);
+    const auto* bytes = static_cast<const uint8_t*>(view.data);
+    for (int64_t i = 0; i < 5 * 924; ++i) ASSERT_EQ(bytes[i], 0);
+    std::memset(view.data, 0xFF, 5 * 924);
+  }
+}
+
+TEST(KvPool, AHugePoolCostsNothingUntilItIsTouched) {
+  // 16 GiB of address space; two bytes of it are touched.
+  KvPool pool({RowFormat::kBf16, 576, 4, 58'255, 64}, Device::cpu(1));
+  EXPECT_GT(pool.bytes(), int64_t{1} << 34);
+  const TensorView last = pool.layer(3);
+  auto* const bytes = static_cast<uint8_t*>(last.data);
+  const int64_t end = last.shape[0] * last.stride[0];
+  EXPECT_EQ(bytes[end - 1], 0);
+  bytes[end - 1] = 1;
+  EXPECT_EQ(bytes[0], 0);
+}
+
+TEST(KvPool, ASizeThatDoesNotFitIsAnErrorThatNamesBytes) {
+  for (const int64_t num_pages : {int64_t{1} << 40, std::numeric_limits<int64_t>::max()}) {
+    try {
+      KvPool({RowFormat::kV32, 576, 61, num_pages, 256}, Device::cpu(1));
+      ADD_FAILURE() << num_pages;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kOutOfMemory);
+      EXPECT_THAT(error.what(), testing::HasSubstr("bytes"));
+    }
+  }
+}
+
+TEST(KvPool, RefusesWhatItsTableDoesNotList) {
+  const Device cpu = Device::cpu(1);
+  EXPECT_THROW(KvPool({RowFormat::kV32, 576, 0, 4, 64}, cpu), Error);
+  EXPECT_THROW(KvPool({RowFormat::kV32, 576, 1, 0, 64}, cpu), Error);
+  EXPECT_THROW(KvPool({RowFormat::kV32, 576, 1, 4, 0}, cpu), Error);
+  EXPECT_THROW(KvPool({RowFormat::kV32, 512, 1, 4, 64}, cpu), Error);
+  EXPECT_THROW(KvPool({RowFormat::kV32, 576, 1, 4, 64}, Device{DeviceKind::kCuda, 0, 1}), Error);
+  KvPool pool({RowFormat::kV32, 576, 2, 4, 64}, cpu);
+  EXPECT_THROW(pool.layer(-1), Error);
+  EXPECT_THROW(pool.layer(2), Error);
+}
+
+}  // namespace
+}  // namespace fovea
