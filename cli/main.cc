@@ -25,6 +25,7 @@ struct CommandLine {
   bool verbose = false;
   InfoOptions info;
   RunOptions run;
+  VerifyOptions verify;
 };
 
 void add_settings(CLI::App* verb, RunSettings* settings) {
@@ -56,6 +57,18 @@ void add_run(CLI::App& app, RunOptions* options) {
   add_settings(verb, &options->settings);
 }
 
+void add_verify(CLI::App& app, VerifyOptions* options) {
+  CLI::App* verb =
+      app.add_subcommand("verify", "Every implementation against the reference and golden files");
+  verb->footer("Example: fovea verify sparse_mla\nExits with 1 when an implementation differs.");
+  verb->add_option("operator", options->op, "Only this operator");
+  verb->add_option("--golden", options->golden, "Folder of golden files")
+      ->check(CLI::ExistingDirectory);
+  verb->add_option("--seed", options->seed, "Seed of the generated problems")
+      ->capture_default_str();
+  verb->add_flag("--json", options->json, "Print JSON");
+}
+
 // Wrong values of the environment are usage errors, reported before a verb starts.
 void check_environment() {
   const char* forced = std::getenv("FOVEA_FORCE_IMPL");
@@ -78,6 +91,7 @@ int dispatch(const CLI::App& app, const CommandLine& line) {
   if (line.verbose) log_to_stderr();
   check_environment();
   if (app.got_subcommand("info")) return info(line.info);
+  if (app.got_subcommand("verify")) return verify(line.verify);
   return run(line.run);
 }
 
@@ -93,6 +107,7 @@ int parse_and_dispatch(int argc, char** argv) {
   app.fallthrough();
   add_info(app, &line.info);
   add_run(app, &line.run);
+  add_verify(app, &line.verify);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cctype>
 #include <charconv>
 #include <cmath>
 
@@ -23,14 +24,13 @@ struct Declaration {
 
 AxisTerm parse_axis(std::string_view text) {
   AxisTerm term;
-  size_t length = 0;
-  while (length < text.size() && (std::isalpha(static_cast<unsigned char>(text[length])) ||
-                                  text[length] == '_' || text[length] == '?')) {
-    ++length;
+  const size_t plus = std::min(text.find('+'), text.size());
+  std::string_view digits = text.substr(std::min(plus + 1, text.size()));
+  if (std::isdigit(static_cast<unsigned char>(text.front()))) {
+    digits = text;
+  } else {
+    term.name = text.substr(0, plus);
   }
-  term.name = text.substr(0, length);
-  std::string_view digits = text.substr(length);
-  if (digits.starts_with('+')) digits.remove_prefix(1);
   std::from_chars(digits.data(), digits.data() + digits.size(), term.number);
   return term;
 }
@@ -217,8 +217,8 @@ bool OperatorCall::flag(const std::string& name, bool otherwise) {
 }
 
 std::optional<size_t> OperatorCall::find_word(const std::string& name,
-                                              const std::vector<std::string>& words,
-                                              const std::vector<std::string>& later,
+                                              const std::vector<std::string_view>& words,
+                                              const std::vector<std::string_view>& later,
                                               bool has_default) {
   const Json* value = param(name, !has_default);
   if (value == nullptr) return std::nullopt;
@@ -230,8 +230,17 @@ std::optional<size_t> OperatorCall::find_word(const std::string& name,
                 op_ + ": params." + name + " = '" + word + "' is not in this build");
   }
   std::string expected;
-  for (const std::string& known : words) expected += (expected.empty() ? "" : ", ") + known;
+  for (const std::string_view known : words) {
+    expected += (expected.empty() ? "" : ", ") + std::string(known);
+  }
   refuse("params." + name + " = '" + word + "', expected one of " + expected);
+}
+
+void OperatorCall::unused(std::initializer_list<std::string> tensors, const std::string& why) {
+  for (const std::string& name : tensors) {
+    known_tensors_.insert(name);
+    if (has(name)) notes_.push_back(op_ + ": the tensor " + name + " is not used " + why);
+  }
 }
 
 void OperatorCall::later_tensor(const std::string& name, const std::string& feature) {

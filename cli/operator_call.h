@@ -43,6 +43,8 @@ class OperatorCall {
   /// An output that starts as a copy of the input of the same name.
   TensorView update(const std::string& name, const std::string& declaration);
   bool has(const std::string& name) const { return inputs_.find(name).defined(); }
+  /// kNone when absent.
+  DType dtype_of(const std::string& name) const { return inputs_.find(name).dtype; }
 
   // Axes.
   int64_t extent(const std::string& axis) const;
@@ -54,18 +56,22 @@ class OperatorCall {
   /// A finite fp32 value.
   float number(const std::string& name, std::optional<float> otherwise = std::nullopt);
   bool flag(const std::string& name, bool otherwise);
-  /// One of the words of an enum with to_string(); `later` lists words that exist in the format but
-  /// not in this build: Error(kUnsupported).
-  template <class Enum>
-  Enum choice(const std::string& name, std::initializer_list<Enum> values,
-              std::optional<Enum> otherwise = std::nullopt,
-              std::initializer_list<std::string_view> later = {}) {
-    std::vector<std::string> words;
-    for (const Enum value : values) words.emplace_back(to_string(value));
-    const std::optional<size_t> found = find_word(
-        name, words, std::vector<std::string>(later.begin(), later.end()), otherwise.has_value());
-    return found ? values.begin()[*found] : *otherwise;
+  /// One of the words; `later` lists words that the format has but this build does not:
+  /// Error(kUnsupported).
+  template <class Value>
+  Value choice(const std::string& name,
+               std::initializer_list<std::pair<std::string_view, Value>> words,
+               std::optional<Value> otherwise = std::nullopt,
+               std::initializer_list<std::string_view> later = {}) {
+    std::vector<std::string_view> known;
+    for (const auto& [word, value] : words) known.push_back(word);
+    const std::optional<size_t> found = find_word(name, known, later, otherwise.has_value());
+    return found ? (words.begin() + *found)->second : *otherwise;
   }
+
+  /// Names of the table that these parameters do not use: they may be given and change nothing;
+  /// notes() says so.
+  void unused(std::initializer_list<std::string> tensors, const std::string& why);
 
   /// Names that the tables have but this build does not: given, they are Error(kUnsupported). A
   /// parameter that has its default value is let through.
@@ -87,6 +93,7 @@ class OperatorCall {
 
   const std::string& op() const { return op_; }
   const ImplementationChoice& implementation() const { return choice_; }
+  const std::vector<std::string>& notes() const { return notes_; }
   TensorMap take_outputs() { return std::move(outputs_); }
 
  private:
@@ -96,8 +103,9 @@ class OperatorCall {
   };
 
   const Json* param(const std::string& name, bool required);
-  std::optional<size_t> find_word(const std::string& name, const std::vector<std::string>& words,
-                                  const std::vector<std::string>& later, bool has_default);
+  std::optional<size_t> find_word(const std::string& name,
+                                  const std::vector<std::string_view>& words,
+                                  const std::vector<std::string_view>& later, bool has_default);
   void match(const std::string& name, const ConstTensorView& tensor,
              const std::string& declaration);
   void refuse_unknown_names() const;
@@ -112,6 +120,7 @@ class OperatorCall {
   std::map<std::string, Axis> axes_;
   std::set<std::string> known_tensors_;
   std::set<std::string> known_params_;
+  std::vector<std::string> notes_;
   ImplementationChoice choice_;
 };
 

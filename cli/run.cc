@@ -58,7 +58,9 @@ void print_result(const RunOptions& options, const OperatorCall& call, const Ten
 
 const std::vector<Binding>& bindings() {
   static const std::vector<Binding> list = {
-      {"merge_lse", run_merge_lse},
+      {"merge_lse", run_merge_lse},   {"metadata_refresh", run_metadata_refresh},
+      {"mha_varlen", run_mha_varlen}, {"paged_schedule", run_paged_schedule},
+      {"sparse_mla", run_sparse_mla}, {"topk_select", run_topk_select},
   };
   return list;
 }
@@ -86,6 +88,7 @@ int run(const RunOptions& options) {
   TensorFile output;
   output.tensors = call.take_outputs();
   write_safetensors(options.output_path, output);
+  for (const std::string& note : call.notes()) fmt::print(stderr, "fovea: {}\n", note);
   print_result(options, call, output.tensors);
   return kExitOk;
 }

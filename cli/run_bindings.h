@@ -5,6 +5,11 @@
 /// One function per operator of `fovea run`; the files are by room.
 namespace fovea::cli {
 
+void run_metadata_refresh(OperatorCall& call);
+void run_paged_schedule(OperatorCall& call);
+void run_topk_select(OperatorCall& call);
+void run_sparse_mla(OperatorCall& call);
+void run_mha_varlen(OperatorCall& call);
 void run_merge_lse(OperatorCall& call);
 
 }  // namespace fovea::cli

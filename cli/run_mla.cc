@@ -1,9 +1,124 @@
 // fovea run: the operators of the room mla.
 
+#include <optional>
+
 #include "cli/run_bindings.h"
 #include "fovea/merge_lse.h"
+#include "fovea/mha_varlen.h"
+#include "fovea/sparse_mla.h"
 
 namespace fovea::cli {
+namespace {
+
+// A latent cache of sparse_mla: bf16 rows [S, Dqk], or a u8 pool whose pages hold page_size tokens.
+struct LatentCache {
+  ConstTensorView tensor;
+  RowFormat row_format = RowFormat::kBf16;
+  int64_t page_size = 0;  // 0: bf16 rows
+};
+
+// `prefix` is "" or "extra_"; the parameters of the second cache default to those of the first.
+LatentCache bind_cache(OperatorCall& call, const std::string& prefix, const LatentCache* first) {
+  LatentCache cache;
+  cache.row_format = call.choice<RowFormat>(
+      prefix + "row_format", {{"bf16", RowFormat::kBf16}, {"v32", RowFormat::kV32}},
+      first != nullptr ? first->row_format : RowFormat::kBf16, {"v4", "r512", "f576"});
+  const std::string name = prefix + "kv";
+  const bool is_pool = cache.row_format != RowFormat::kBf16 || call.dtype_of(name) == DType::kU8;
+  cache.tensor = is_pool ? call.in(name, "u8 [" + prefix + "pages, " + prefix + "page_bytes]")
+                         : call.in(name, "bf16 [" + prefix + "S, Dqk]");
+  const std::string page_size = prefix + "page_size";
+  if (!is_pool) {
+    call.integer(page_size, 0);  // a name of the table, without meaning here
+  } else if (first != nullptr && first->page_size > 0) {
+    cache.page_size = call.integer(page_size, first->page_size);
+  } else {
+    cache.page_size = call.integer(page_size);
+  }
+  return cache;
+}
+
+void refuse_later_fields(OperatorCall& call) {
+  for (const char* name : {"inv_scale", "extra_inv_scale"}) {
+    call.later_tensor(name, "r512 rows");
+  }
+  for (const char* name : {"extra_page_table", "extra_len", "row_to_request"}) {
+    call.later_tensor(name, "a dense range as second cache");
+  }
+  for (const char* name : {"inverse_rope", "positions"}) {
+    call.later_tensor(name, "inverse rope of the output");
+  }
+  call.later_tensor("schedule", "a split plan from outside");
+  call.later_param("q_scale", 1, "f576 rows");
+  call.later_param("k_scale", 1, "f576 rows");
+}
+
+}  // namespace
+
+void run_sparse_mla(OperatorCall& call) {
+  refuse_later_fields(call);
+  SparseMlaProblem problem;
+  SparseMlaTensors tensors;
+  tensors.q = call.in("q", "bf16 [T, H, Dqk]");
+  const LatentCache cache = bind_cache(call, "", nullptr);
+  tensors.kv = cache.tensor;
+  tensors.indices = call.in("indices", "i32 [T, K]");
+  tensors.topk_length = call.opt("topk_length", "i32 [T]");
+  tensors.sink = call.opt("sink", "f32 [H]");
+  problem.row_format = cache.row_format;
+  problem.page_size = cache.page_size;
+  if (call.has("extra_kv") || call.has("extra_indices")) {
+    const LatentCache extra = bind_cache(call, "extra_", &cache);
+    tensors.extra_kv = extra.tensor;
+    tensors.extra_indices = call.in("extra_indices", "i32 [T, K2]");
+    tensors.extra_topk_length = call.opt("extra_topk_length", "i32 [T]");
+    problem.extra_topk = call.extent("K2");
+    problem.extra_row_format = extra.row_format;
+    problem.extra_page_size = extra.page_size;
+  } else {
+    if (call.has("extra_topk_length")) {
+      call.refuse("extra_topk_length is given without extra_kv and extra_indices");
+    }
+    // Names of the table, without meaning when there is no second cache.
+    call.choice<int>("extra_row_format", {{"bf16", 0}, {"v32", 0}}, 0, {"v4", "r512", "f576"});
+    call.integer("extra_page_size", 0);
+  }
+  problem.softmax_scale = call.number("softmax_scale");
+  problem.empty_lse = call.choice<EmptyLse>(
+      "empty_lse", {{"neg_inf", EmptyLse::kNegInf}, {"pos_inf", EmptyLse::kPosInf}},
+      EmptyLse::kNegInf);
+  problem.logit_cap = call.number("logit_cap", 0.0f);
+  problem.fixed_splits = call.integer("fixed_splits", 0);
+  problem.max_rows = call.extent("T");
+  problem.num_heads = call.extent("H");
+  problem.head_dim_qk = call.extent("Dqk");
+  problem.topk = call.extent("K");
+  tensors.out = call.out("out", "bf16 [T, H, 512]");
+  tensors.lse = call.out("lse", "f32 [T, H]");
+  tensors.max_logits = call.out("max_logits", "f32 [T, H]");
+  call.run<SparseMla>(problem, tensors);
+}
+
+void run_mha_varlen(OperatorCall& call) {
+  MhaVarlenProblem problem;
+  MhaVarlenTensors tensors;
+  tensors.q = call.in("q", "bf16 [T, H, Dqk]");
+  tensors.k = call.in("k", "bf16 [S, H, Dqk]");
+  tensors.v = call.in("v", "bf16 [S, H, Dv]");
+  tensors.q_indptr = call.in("q_indptr", "i32 [R+1]");
+  tensors.kv_indptr = call.in("kv_indptr", "i32 [R+1]");
+  problem.softmax_scale = call.number("softmax_scale");
+  problem.causal = call.flag("causal", true);
+  problem.max_rows = call.extent("T");
+  problem.max_keys = call.extent("S");
+  problem.max_requests = call.extent("R");
+  problem.num_heads = call.extent("H");
+  problem.head_dim_qk = call.extent("Dqk");
+  problem.head_dim_v = call.extent("Dv");
+  tensors.out = call.out("out", "bf16 [T, H, Dv]");
+  tensors.lse = call.out("lse", "f32 [T, H]");
+  call.run<MhaVarlen>(problem, tensors);
+}
 
 void run_merge_lse(OperatorCall& call) {
   MergeLseTensors tensors;

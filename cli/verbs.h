@@ -67,4 +67,15 @@ struct RunOptions {
 };
 int run(const RunOptions& options);
 
+struct VerifyOptions {
+  std::string op;      ///< Empty: every operator.
+  std::string golden;  ///< Folder of golden files; empty: the installed ones.
+  uint64_t seed = 1;   ///< Of the generated problems.
+  bool json = false;
+};
+int verify(const VerifyOptions& options);
+
+/// share/fovea/golden beside the bin folder of this program; empty when it is not there.
+std::string installed_golden_folder();
+
 }  // namespace fovea::cli

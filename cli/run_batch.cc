@@ -1,0 +1,147 @@
+// fovea run: the operators of the room batch.
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "cli/run_bindings.h"
+#include "fovea/metadata.h"
+
+namespace fovea::cli {
+namespace {
+
+const int32_t* values(const ConstTensorView& tensor) {
+  return static_cast<const int32_t*>(tensor.data);
+}
+
+bool is_extend(ForwardMode mode) {
+  return mode == ForwardMode::kExtend || mode == ForwardMode::kMixed;
+}
+
+bool reads_ext_len(ForwardMode mode) {
+  return is_extend(mode) || mode == ForwardMode::kDraftExtend;
+}
+
+bool has_fixed_rows(ForwardMode mode) {
+  return mode == ForwardMode::kTargetVerify || mode == ForwardMode::kDraftExtendV2;
+}
+
+// The axes E (rows of the batch), T (padded rows) and C (columns of the page table), which follow
+// from the lengths.
+void set_row_axes(OperatorCall& call, const MetadataProblem& problem, MetadataTensors& tensors) {
+  const int64_t requests = call.extent("R");
+  int64_t rows = requests;
+  if (has_fixed_rows(problem.mode)) {
+    if (__builtin_mul_overflow(requests, problem.rows_per_request, &rows)) {
+      call.refuse("rows_per_request = " + std::to_string(problem.rows_per_request) +
+                  " is too large");
+    }
+  } else if (reads_ext_len(problem.mode)) {
+    rows = 0;
+    for (int64_t r = 0; r < requests; ++r) {
+      rows += std::max<int64_t>(values(tensors.ext_len)[r], 0);
+    }
+  }
+  int64_t longest = 0;
+  for (int64_t r = 0; r < requests; ++r) {
+    int64_t len = values(tensors.seq_len)[r];
+    if (problem.mode == ForwardMode::kTargetVerify) len += problem.rows_per_request;
+    len += tensors.kv_len_delta[0];
+    longest = std::max(longest, std::min(len, problem.table_width));
+  }
+  call.set_extent("E", rows, "the number of rows");
+  const int64_t padded = call.integer("padded_rows", 0);
+  if (padded != 0 && padded < rows) {
+    call.refuse("params.padded_rows = " + std::to_string(padded) + ", expected 0 or at least the " +
+                std::to_string(rows) + " rows of the batch");
+  }
+  tensors.padded_rows = padded;
+  call.set_extent("T", padded == 0 ? rows : padded, "padded_rows");
+  const int64_t page_size = std::max<int64_t>(problem.page_size, 1);  // plan() refuses the others
+  call.set_extent("C", (longest + page_size - 1) / page_size, "the page count");
+}
+
+void make_fields(OperatorCall& call, const MetadataProblem& problem, MetadataFields& fields) {
+  fields.kv_len = call.out("kv_len", "i32 [R]");
+  fields.kv_indptr = call.out("kv_indptr", "i32 [R+1]");
+  fields.max_kv_len = call.out("max_kv_len", "i32 [1]");
+  fields.q_indptr = call.out("q_indptr", "i32 [R+1]");
+  fields.max_q_len = call.out("max_q_len", "i32 [1]");
+  fields.page_table = call.out("page_table", "i32 [R, C]");
+  fields.row_to_request = call.out("row_to_request", "i32 [T]");
+  fields.row_len = call.out("row_len", "i32 [E]");
+  fields.topk_length = call.out("topk_length", "i32 [T]");
+  fields.topk_indptr = call.out("topk_indptr", "i32 [T+1]");
+  fields.ext_len = call.out("ext_len", "i32 [R]");
+  if (!is_extend(problem.mode)) {
+    call.set_extent("workers", problem.workers, "params.workers");
+    fields.schedule = call.out("schedule", "i32 [workers+1, 2]");
+    return;
+  }
+  fields.k_start = call.out("k_start", "i32 [E]");
+  fields.k_end = call.out("k_end", "i32 [E]");
+  if (problem.transform == IndexTransform::kRagged) {
+    fields.row_offset = call.out("row_offset", "i32 [E]");
+  }
+}
+
+}  // namespace
+
+void run_metadata_refresh(OperatorCall& call) {
+  MetadataProblem problem;
+  problem.mode = call.choice<ForwardMode>("mode", {{"extend", ForwardMode::kExtend},
+                                                   {"decode", ForwardMode::kDecode},
+                                                   {"idle", ForwardMode::kIdle},
+                                                   {"target_verify", ForwardMode::kTargetVerify},
+                                                   {"draft_extend", ForwardMode::kDraftExtend},
+                                                   {"draft_extend_v2", ForwardMode::kDraftExtendV2},
+                                                   {"mixed", ForwardMode::kMixed}});
+  problem.transform = call.choice<IndexTransform>("transform",
+                                                  {{"paged", IndexTransform::kPaged},
+                                                   {"local", IndexTransform::kLocal},
+                                                   {"ragged", IndexTransform::kRagged}},
+                                                  IndexTransform::kPaged);
+  problem.topk = call.integer("topk");
+  problem.page_size = call.integer("page_size");
+  problem.workers = call.integer("workers", 64);
+  const int64_t rows = has_fixed_rows(problem.mode) ? call.integer("rows_per_request")
+                                                    : call.integer("rows_per_request", 1);
+  if (has_fixed_rows(problem.mode)) problem.rows_per_request = rows;
+
+  MetadataTensors tensors;
+  tensors.seq_len = call.in("seq_len", "i32 [R]");
+  tensors.pool_row = call.in("pool_row", "i32 [R]");
+  tensors.req_to_token = call.in("req_to_token", "i32 [rows, W]");
+  if (reads_ext_len(problem.mode)) {
+    tensors.ext_len = call.in("ext_len", "i32 [R]");
+    tensors.prefix_len = call.opt("prefix_len", "i32 [R]");
+  } else {
+    call.unused({"ext_len", "prefix_len"}, "in this mode");
+  }
+  const int64_t delta = call.integer("kv_len_delta", 0);
+  constexpr int64_t kMaxDelta = std::numeric_limits<int32_t>::max();
+  if (delta > kMaxDelta || delta < -kMaxDelta) {
+    call.refuse("params.kv_len_delta = " + std::to_string(delta) + " is not an int32");
+  }
+  tensors.kv_len_delta[0] = static_cast<int32_t>(delta);
+  problem.table_width = call.extent("W");
+  set_row_axes(call, problem, tensors);
+  make_fields(call, problem, tensors.steps[0]);
+  problem.max_requests = call.extent("R");
+  problem.max_rows = call.extent("T");
+  call.run<MetadataRefresh>(problem, tensors);
+}
+
+void run_paged_schedule(OperatorCall& call) {
+  PagedScheduleTensors tensors;
+  tensors.row_len = call.in("row_len", "i32 [T]");
+  PagedScheduleProblem problem;
+  problem.max_rows = call.extent("T");
+  problem.workers = call.integer("workers", 64);
+  problem.rows_per_group = call.integer("rows_per_group", 1);
+  call.set_extent("workers", problem.workers, "params.workers");
+  tensors.schedule = call.out("schedule", "i32 [workers+1, 2]");
+  call.run<PagedSchedule>(problem, tensors);
+}
+
+}  // namespace fovea::cli

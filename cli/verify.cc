@@ -1,0 +1,252 @@
+// fovea verify: every implementation against the reference, and all of them against golden files.
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <map>
+
+#include "cli/operator_call.h"
+#include "cli/run_bindings.h"
+#include "cli/verbs.h"
+#include "cli/verify_cases.h"
+#include "fovea/error.h"
+#include "fovea/json.h"
+
+namespace fovea::cli {
+namespace {
+
+// One way to run an operator.
+struct Target {
+  std::string implementation;
+  CpuIsa isa = CpuIsa::kBaseline;
+  std::string unavailable;  ///< Why it cannot run here; empty when it can.
+};
+
+// One line of the table.
+struct Row {
+  std::string op;
+  Target target;
+  int64_t generated = 0;
+  int64_t golden = 0;
+  double worst_rms = 0;
+  std::vector<std::string> mismatches;
+};
+
+struct GoldenCase {
+  VerifyCase inputs;
+  TensorMap expected;
+};
+
+std::vector<Target> targets_of(const OperatorInfo& info, CpuIsa best) {
+  std::vector<Target> targets;
+  for (const ImplementationInfo& entry : info.implementations) {
+    if (!entry.available || entry.name != "cpu") {
+      targets.push_back({entry.name, best, entry.reason});
+      continue;
+    }
+    for (const CpuIsa isa : {CpuIsa::kBaseline, CpuIsa::kAvx2, CpuIsa::kAvx3}) {
+      if (isa <= best) targets.push_back({entry.name, isa, ""});
+    }
+  }
+  return targets;
+}
+
+TensorMap run_case(const VerifyOperator& op, const VerifyCase& verify_case,
+                   const std::string& implementation, int threads) {
+  OperatorCall call(op.op, verify_case.inputs, verify_case.params, Device::cpu(threads),
+                    Options{implementation});
+  find_binding(op.op).run(call);
+  TensorMap outputs = call.take_outputs();
+  if (op.clear_unspecified != nullptr) {
+    op.clear_unspecified(verify_case.inputs, verify_case.params, outputs);
+  }
+  return outputs;
+}
+
+Tolerance tolerance_of(const VerifyOperator& op, const std::string& output) {
+  for (const OutputRule& rule : op.rules) {
+    if (rule.output == output) return rule.tolerance;
+  }
+  return kExact;
+}
+
+void compare_outputs(const VerifyOperator& op, const std::string& label, const TensorMap& actual,
+                     const TensorMap& expected, Row* row) {
+  if (actual.names() != expected.names()) {
+    row->mismatches.push_back(label + ": other outputs than expected");
+    return;
+  }
+  for (const std::string& name : expected.names()) {
+    const Comparison result =
+        compare(actual.find(name), expected.find(name), tolerance_of(op, name));
+    row->worst_rms = std::max(row->worst_rms, result.rms);
+    if (!result.equal) row->mismatches.push_back(label + ": " + name + " " + result.detail);
+  }
+}
+
+// Results with 1, 2 and 3 threads must be equal bit for bit.
+void compare_threads(const VerifyOperator& op, const VerifyCase& verify_case,
+                     const TensorMap& single, Row* row) {
+  for (const int threads : {2, 3}) {
+    const TensorMap outputs = run_case(op, verify_case, row->target.implementation, threads);
+    for (const std::string& name : single.names()) {
+      if (same_bytes(outputs.find(name), single.find(name))) continue;
+      row->mismatches.push_back(fmt::format("{}: {} depends on the number of threads (1, {})",
+                                            verify_case.name, name, threads));
+    }
+  }
+}
+
+std::vector<GoldenCase> read_golden(const std::string& folder, const std::string& op) {
+  std::vector<GoldenCase> cases;
+  if (folder.empty()) return cases;
+  std::vector<std::string> paths;
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    if (entry.path().extension() == ".safetensors") paths.push_back(entry.path().string());
+  }
+  std::sort(paths.begin(), paths.end());
+  for (const std::string& path : paths) {
+    TensorFile file = read_safetensors(path);
+    if (file.metadata["operator"] != op) continue;
+    GoldenCase golden;
+    golden.inputs.name = std::filesystem::path(path).stem().string();
+    golden.inputs.params = Json::parse(file.metadata["params"], path + ": params");
+    constexpr std::string_view kPrefix = "expected.";
+    for (const std::string& name : file.tensors.names()) {
+      if (name.starts_with(kPrefix)) {
+        golden.expected.add_copy(name.substr(kPrefix.size()), file.tensors.find(name));
+      } else {
+        golden.inputs.inputs.add_copy(name, file.tensors.find(name));
+      }
+    }
+    cases.push_back(std::move(golden));
+  }
+  return cases;
+}
+
+// Runs one check and turns an exception of the operator into a mismatch.
+template <class Check>
+void guarded(const std::string& label, Row* row, Check check) {
+  try {
+    check();
+  } catch (const Error& error) {
+    row->mismatches.push_back(label + ": " + error.what());
+  }
+}
+
+Row verify_target(const VerifyOperator& op, const Target& target,
+                  const std::vector<VerifyCase>& cases, const std::vector<TensorMap>& references,
+                  std::vector<GoldenCase>& golden) {
+  Row row{op.op, target, 0, 0, 0, {}};
+  if (!target.unavailable.empty()) return row;
+  limit_cpu_isa(target.isa);
+  for (size_t i = 0; i < cases.size(); ++i) {
+    guarded(cases[i].name, &row, [&] {
+      const TensorMap outputs = run_case(op, cases[i], target.implementation, 1);
+      compare_outputs(op, cases[i].name, outputs, references[i], &row);
+      compare_threads(op, cases[i], outputs, &row);
+    });
+    ++row.generated;
+  }
+  for (GoldenCase& entry : golden) {
+    guarded(entry.inputs.name, &row, [&] {
+      const TensorMap outputs = run_case(op, entry.inputs, target.implementation, 1);
+      if (op.clear_unspecified != nullptr) {
+        op.clear_unspecified(entry.inputs.inputs, entry.inputs.params, entry.expected);
+      }
+      compare_outputs(op, entry.inputs.name, outputs, entry.expected, &row);
+    });
+    ++row.golden;
+  }
+  return row;
+}
+
+std::vector<Row> verify_operator(const VerifyOperator& op, const VerifyOptions& options,
+                                 const std::string& golden_folder, CpuIsa best) {
+  const std::vector<VerifyCase> cases = op.make_cases(options.seed);
+  std::vector<TensorMap> references;
+  for (const VerifyCase& verify_case : cases) {
+    references.push_back(run_case(op, verify_case, "ref", 1));
+  }
+  std::vector<GoldenCase> golden = read_golden(golden_folder, op.op);
+  std::vector<Row> rows;
+  for (const OperatorInfo& info : operators()) {
+    if (info.name != op.op) continue;
+    for (const Target& target : targets_of(info, best)) {
+      rows.push_back(verify_target(op, target, cases, references, golden));
+    }
+  }
+  limit_cpu_isa(best);
+  return rows;
+}
+
+void print_json(const std::vector<Row>& rows, bool ok) {
+  Json list = Json::array();
+  for (const Row& row : rows) {
+    Json mismatches = Json::array();
+    for (const std::string& text : row.mismatches) mismatches.push(text);
+    Json item = Json::object({{"operator", row.op},
+                              {"implementation", row.target.implementation},
+                              {"instruction_set", to_string(row.target.isa)},
+                              {"available", row.target.unavailable.empty()},
+                              {"generated", row.generated},
+                              {"golden", row.golden},
+                              {"worst_rms", row.worst_rms},
+                              {"mismatches", std::move(mismatches)}});
+    if (!row.target.unavailable.empty()) item.set("reason", row.target.unavailable);
+    list.push(std::move(item));
+  }
+  fmt::print("{}\n", Json::object({{"ok", ok}, {"results", std::move(list)}}).dump(2));
+}
+
+void print_table(const std::vector<Row>& rows) {
+  fmt::print("{:<18} {:<15} {:<16} {:>9} {:>7} {:>10}  result\n", "operator", "implementation",
+             "instruction set", "generated", "golden", "worst rms");
+  for (const Row& row : rows) {
+    if (!row.target.unavailable.empty()) {
+      fmt::print("{:<18} {:<15} skipped: {}\n", row.op, row.target.implementation,
+                 row.target.unavailable);
+      continue;
+    }
+    fmt::print("{:<18} {:<15} {:<16} {:>9} {:>7} {:>10.2g}  {}\n", row.op,
+               row.target.implementation, to_string(row.target.isa), row.generated, row.golden,
+               row.worst_rms, row.mismatches.empty() ? "ok" : "MISMATCH");
+    for (const std::string& text : row.mismatches) fmt::print("    {}\n", text);
+  }
+}
+
+}  // namespace
+
+std::string installed_golden_folder() {
+  std::error_code error;
+  const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe", error);
+  const std::filesystem::path folder =
+      program.parent_path().parent_path() / "share" / "fovea" / "golden";
+  return !error && std::filesystem::is_directory(folder, error) ? folder.string() : "";
+}
+
+int verify(const VerifyOptions& options) {
+  if (!options.op.empty()) find_binding(options.op);
+  const std::string golden_folder =
+      options.golden.empty() ? installed_golden_folder() : options.golden;
+  if (golden_folder.empty()) fmt::print(stderr, "fovea: no golden files are installed\n");
+  const CpuIsa best = current_cpu_isa();
+  std::vector<Row> rows;
+  for (const VerifyOperator& op : verify_operators()) {
+    if (!options.op.empty() && op.op != options.op) continue;
+    for (Row& row : verify_operator(op, options, golden_folder, best)) {
+      rows.push_back(std::move(row));
+    }
+  }
+  const bool ok =
+      std::all_of(rows.begin(), rows.end(), [](const Row& row) { return row.mismatches.empty(); });
+  if (options.json) {
+    print_json(rows, ok);
+  } else {
+    print_table(rows);
+  }
+  return ok ? kExitOk : kExitMismatch;
+}
+
+}  // namespace fovea::cli

@@ -1,0 +1,192 @@
+// fovea verify: problems of the room mla.
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "cli/verify_cases.h"
+#include "fovea/numeric.h"
+
+namespace fovea::cli {
+namespace {
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr int64_t kV32RowBytes = 656;
+
+// A v32 pool: codes without NaN, any positive fp32 scale near 1, normal rope values. `surplus`
+// bytes end each page.
+void add_v32_pool(CaseBuilder& builder, const std::string& name, int64_t pages, int64_t page_size,
+                  int64_t surplus) {
+  const int64_t page_bytes = page_size * kV32RowBytes + surplus;
+  builder.codes(name, {pages, page_bytes});
+  auto* bytes = static_cast<uint8_t*>(builder.tensor(name).data);
+  for (int64_t page = 0; page < pages; ++page) {
+    for (int64_t i = 0; i < page_size; ++i) {
+      uint8_t* row = bytes + page * page_bytes + i * kV32RowBytes;
+      for (int tile = 0; tile < 4; ++tile) {
+        const auto scale = static_cast<float>(std::exp(builder.random().normal()) / 448);
+        std::memcpy(row + 512 + 4 * tile, &scale, 4);
+      }
+      for (int d = 0; d < 64; ++d) {
+        const bf16_t rope = bf16_from_float(static_cast<float>(0.3 * builder.random().normal()));
+        std::memcpy(row + 528 + 2 * d, &rope, 2);
+      }
+    }
+  }
+}
+
+// Sinks of every kind.
+void add_sink(CaseBuilder& builder, int64_t heads) {
+  builder.normals("sink", DType::kF32, {heads}, 3);
+  const float special[] = {kInf, -kInf, 1e38f, -1e38f};
+  for (int64_t h = 0; h < heads; h += 3) {
+    builder.at<float>("sink", h) = special[h / 3 % 4];
+  }
+}
+
+// Index lists with duplicates, hostile entries and one row without a valid slot.
+void add_indices(CaseBuilder& builder, const std::string& name, int64_t rows, int64_t width,
+                 int64_t slots) {
+  builder.integers(name, {rows, width}, 0, slots - 1);
+  make_hostile(builder, name, 0.2);
+  if (rows == 0) return;
+  for (int64_t i = 0; i < width; ++i) builder.at<int32_t>(name, i) = -1;
+}
+
+VerifyCase make_sparse_case(const std::string& name, const std::string& format, int64_t rows,
+                            int64_t heads, int64_t topk, int64_t page_size, uint64_t seed) {
+  CaseBuilder builder(name, seed);
+  const int64_t pages = 6;
+  int64_t slots = 150;
+  builder.normals("q", DType::kBf16, {rows, heads, 576}, 0.5);
+  if (format == "v32") {
+    add_v32_pool(builder, "kv", pages, page_size, 48);
+    slots = pages * page_size;
+    builder.param("row_format", "v32").param("page_size", page_size);
+  } else {
+    builder.normals("kv", DType::kBf16, {slots, 576}, 0.5);
+  }
+  add_indices(builder, "indices", rows, topk, slots);
+  builder.param("softmax_scale", 0.1352338);
+  return builder.take();
+}
+
+VerifyCase with_extras(VerifyCase original, const std::string& name, uint64_t seed) {
+  CaseBuilder builder(name, seed);
+  const int64_t rows = original.inputs.find("q").shape[0];
+  const int64_t heads = original.inputs.find("q").shape[1];
+  add_sink(builder, heads);
+  builder.integers("topk_length", {rows}, -3, 80);
+  make_hostile(builder, "topk_length", 0.2);
+  add_v32_pool(builder, "extra_kv", 5, 2, 0);
+  add_indices(builder, "extra_indices", rows, 37, 10);
+  builder.integers("extra_topk_length", {rows}, 0, 40);
+  VerifyCase extras = builder.take();
+  for (const std::string& tensor : extras.inputs.names()) {
+    original.inputs.add_copy(tensor, extras.inputs.find(tensor));
+  }
+  original.name = name;
+  original.params.set("extra_row_format", "v32").set("extra_page_size", 2);
+  return original;
+}
+
+VerifyCase with_param(VerifyCase original, const std::string& param, Json value) {
+  original.name += "_" + param;
+  original.params.set(param, std::move(value));
+  return original;
+}
+
+std::vector<VerifyCase> make_sparse_cases(uint64_t seed) {
+  std::vector<VerifyCase> cases;
+  for (const int64_t heads : {1, 3, 16, 40}) {
+    cases.push_back(
+        make_sparse_case("bf16_heads" + std::to_string(heads), "bf16", 5, heads, 133, 0, seed));
+  }
+  for (const int64_t page_size : {1, 61, 64}) {
+    cases.push_back(make_sparse_case("v32_page" + std::to_string(page_size), "v32", 4, 16, 192,
+                                     page_size, seed));
+  }
+  cases.push_back(make_sparse_case("width_0", "bf16", 3, 8, 0, 0, seed));
+  cases.push_back(make_sparse_case("no_rows", "bf16", 0, 8, 64, 0, seed));
+  cases.push_back(
+      with_extras(make_sparse_case("", "v32", 7, 8, 65, 53, seed), "two_segments_v32", seed));
+  cases.push_back(
+      with_extras(make_sparse_case("", "bf16", 7, 20, 130, 0, seed), "two_segments_bf16", seed));
+  cases.push_back(
+      with_param(make_sparse_case("bf16", "bf16", 3, 16, 100, 0, seed), "logit_cap", 2));
+  cases.push_back(
+      with_param(make_sparse_case("bf16", "bf16", 3, 16, 300, 0, seed), "fixed_splits", 3));
+  cases.push_back(
+      with_param(make_sparse_case("v32", "v32", 3, 16, 64, 64, seed), "empty_lse", "pos_inf"));
+  return cases;
+}
+
+VerifyCase make_mha_case(const std::string& name, int64_t heads, std::vector<int32_t> q_indptr,
+                         std::vector<int32_t> kv_indptr, int64_t rows, int64_t keys, bool causal,
+                         uint64_t seed) {
+  CaseBuilder builder(name, seed);
+  builder.normals("q", DType::kBf16, {rows, heads, 192})
+      .normals("k", DType::kBf16, {keys, heads, 192})
+      .normals("v", DType::kBf16, {keys, heads, 128})
+      .list("q_indptr", q_indptr)
+      .list("kv_indptr", kv_indptr)
+      .param("softmax_scale", 0.0721687836)
+      .param("causal", causal);
+  return builder.take();
+}
+
+std::vector<VerifyCase> make_mha_cases(uint64_t seed) {
+  std::vector<VerifyCase> cases;
+  cases.push_back(make_mha_case("causal", 2, {0, 5, 5, 70}, {0, 3, 40, 170}, 70, 170, true, seed));
+  cases.push_back(make_mha_case("dense", 3, {0, 1, 20}, {0, 65, 100}, 20, 100, false, seed));
+  cases.push_back(make_mha_case("rows_of_nobody", 1, {2, 4, 9}, {1, 9, 30}, 12, 33, true, seed));
+  cases.push_back(make_mha_case("hostile_offsets", 2, {-5, 3, 1, 2000000000},
+                                {7, -1, 2000000000, 3}, 9, 21, true, seed));
+  cases.push_back(make_mha_case("no_requests", 2, {0}, {0}, 3, 4, true, seed));
+  return cases;
+}
+
+std::vector<VerifyCase> make_merge_cases(uint64_t seed) {
+  std::vector<VerifyCase> cases;
+  for (const DType dtype : {DType::kBf16, DType::kF32}) {
+    for (const int64_t width : {1, 77, 512}) {
+      CaseBuilder builder(std::string(to_string(dtype)) + "_" + std::to_string(width), seed);
+      const int64_t parts = 5, rows = 4, heads = 7;
+      builder.normals("out_parts", dtype, {parts, rows, heads, width})
+          .normals("lse_parts", DType::kF32, {parts, rows, heads}, 15);
+      add_sink(builder, heads);
+      const float empty[] = {-kInf, kInf, std::nanf("")};
+      for (int64_t i = 0; i < parts * rows * heads; ++i) {
+        // The last row has no part at all.
+        const bool is_last_row = i / heads % rows == rows - 1;
+        if (!is_last_row && !builder.random().chance(0.3)) continue;
+        builder.at<float>("lse_parts", i) = empty[builder.random().integer(0, 2)];
+        for (int64_t d = 0; d < width; ++d) {
+          if (dtype == DType::kF32) {
+            builder.at<float>("out_parts", i * width + d) = std::nanf("");
+          } else {
+            builder.at<bf16_t>("out_parts", i * width + d) = bf16_t{0x7FFF};
+          }
+        }
+      }
+      cases.push_back(builder.take());
+    }
+  }
+  return cases;
+}
+
+}  // namespace
+
+void add_verify_mla(std::vector<VerifyOperator>& list) {
+  list.push_back(
+      {"sparse_mla",
+       make_sparse_cases,
+       {{"out", kBf16Tolerance}, {"lse", kFp32Tolerance}, {"max_logits", kFp32Tolerance}},
+       nullptr});
+  list.push_back(
+      {"mha_varlen", make_mha_cases, {{"out", kBf16Tolerance}, {"lse", kFp32Tolerance}}, nullptr});
+  list.push_back(
+      {"merge_lse", make_merge_cases, {{"out", kBf16Tolerance}, {"lse", kFp32Tolerance}}, nullptr});
+}
+
+}  // namespace fovea::cli

@@ -1,0 +1,154 @@
+"""fovea run: metadata_refresh and paged_schedule on the worked examples of the specification."""
+
+from support import CommandLineTest, Tensor
+
+W = 12
+
+
+def i32(*values):
+    return Tensor("I32", [len(values)], values)
+
+
+def table():
+    """Request A owns pages 2, 5, 7 and request B pages 3, 9 of four tokens; row 0 belongs to nobody."""
+    rows = [0] * W
+    for pages in ([2, 5, 7], [3, 9, 0]):
+        rows += [page * 4 + i for page in pages for i in range(4)]
+    return Tensor("I32", [3, W], rows)
+
+
+class MetadataTest(CommandLineTest):
+    def refresh(self, mode, seq_len, ext_len=None, params=None, **tensors):
+        inputs = {"seq_len": i32(*seq_len), "pool_row": i32(*range(1, 1 + len(seq_len))), "req_to_token": table()}
+        if ext_len is not None:
+            inputs["ext_len"] = i32(*ext_len)
+        inputs |= tensors
+        values = {"mode": mode, "topk": 6, "page_size": 4} | (params or {})
+        result, out = self.run_operator("metadata_refresh", inputs, values)
+        self.expect(result, 0)
+        return {name: list(tensor.values) for name, tensor in out.items()}, out
+
+    def expect_fields(self, fields, **expected):
+        for name, values in expected.items():
+            self.assertEqual(fields[name], values, name)
+
+    def test_extend_with_prefix(self):
+        fields, out = self.refresh("extend", [10, 4], [3, 2], {"transform": "ragged"}, prefix_len=i32(7, 2))
+        self.expect_fields(
+            fields, kv_len=[10, 4], kv_indptr=[0, 10, 14], q_indptr=[0, 3, 5], max_q_len=[3], max_kv_len=[10],
+            row_len=[8, 9, 10, 3, 4], topk_length=[6, 6, 6, 3, 4], topk_indptr=[0, 6, 12, 18, 21, 25],
+            k_start=[0, 0, 0, 10, 10], k_end=[8, 9, 10, 13, 14], row_to_request=[0, 0, 0, 1, 1],
+            row_offset=[0, 0, 0, 10, 10], ext_len=[3, 2])  # fmt: skip
+        self.assertEqual(out["page_table"].shape, [2, 3])
+        self.assertEqual(fields["page_table"][:4], [2, 5, 7, 3])
+        self.assertNotIn("schedule", fields)
+
+    def test_extend_without_prefix(self):
+        fields, _ = self.refresh("extend", [5, 3], [5, 3])
+        self.expect_fields(
+            fields, kv_indptr=[0, 5, 8], q_indptr=[0, 5, 8], max_q_len=[5], max_kv_len=[5],
+            row_len=[1, 2, 3, 4, 5, 1, 2, 3], topk_length=[1, 2, 3, 4, 5, 1, 2, 3],
+            topk_indptr=[0, 1, 3, 6, 10, 15, 16, 18, 21], k_start=[0] * 5 + [5] * 3, k_end=[1, 2, 3, 4, 5, 6, 7, 8],
+            row_to_request=[0] * 5 + [1] * 3)  # fmt: skip
+        self.assertNotIn("row_offset", fields)
+
+    def test_mixed(self):
+        fields, _ = self.refresh("mixed", [10, 4], [1, 2])
+        self.expect_fields(fields, q_indptr=[0, 1, 3], row_len=[10, 3, 4], topk_length=[6, 3, 4], k_start=[0, 10, 10],
+                           k_end=[10, 13, 14], row_to_request=[0, 1, 1])  # fmt: skip
+
+    def test_decode(self):
+        fields, out = self.refresh("decode", [10, 4])
+        self.expect_fields(fields, kv_len=[10, 4], row_len=[10, 4], q_indptr=[0, 1, 2], kv_indptr=[0, 10, 14],
+                           max_q_len=[1], max_kv_len=[10], topk_length=[6, 4], topk_indptr=[0, 6, 10], ext_len=[1, 1])  # fmt: skip
+        self.assertEqual(out["schedule"].shape, [65, 2])
+        self.assertNotIn("k_start", fields)
+
+    def test_padded_decode(self):
+        fields, _ = self.refresh("decode", [10, 4], params={"padded_rows": 4})
+        self.expect_fields(fields, topk_length=[6, 4, 0, 0], topk_indptr=[0, 6, 10, 10, 10], row_to_request=[0, 1, -1, -1],
+                           row_len=[10, 4])  # fmt: skip
+
+    def test_decode_of_a_later_draft_step(self):
+        fields, _ = self.refresh("decode", [9, 3], params={"kv_len_delta": 1})
+        self.expect_fields(fields, kv_len=[10, 4], row_len=[10, 4])
+
+    def test_idle_without_requests(self):
+        fields, _ = self.refresh("idle", [], params={"padded_rows": 2})
+        self.expect_fields(fields, kv_len=[], kv_indptr=[0], q_indptr=[0], max_kv_len=[0], topk_length=[0, 0],
+                           topk_indptr=[0, 0, 0], row_to_request=[-1, -1])  # fmt: skip
+
+    def test_target_verify(self):
+        fields, _ = self.refresh("target_verify", [7, 2], params={"rows_per_request": 3})
+        self.expect_fields(fields, kv_len=[10, 5], kv_indptr=[0, 10, 15], q_indptr=[0, 3, 6], max_q_len=[3],
+                           max_kv_len=[10], row_to_request=[0, 0, 0, 1, 1, 1], row_len=[8, 9, 10, 3, 4, 5],
+                           topk_length=[6, 6, 6, 3, 4, 5], topk_indptr=[0, 6, 12, 18, 21, 25, 30], ext_len=[3, 3])  # fmt: skip
+
+    def test_draft_extend(self):
+        fields, _ = self.refresh("draft_extend", [10, 4], [3, 1])
+        self.expect_fields(fields, kv_len=[10, 4], q_indptr=[0, 3, 4], row_to_request=[0, 0, 0, 1], row_len=[8, 9, 10, 4],
+                           topk_length=[6, 6, 6, 4], topk_indptr=[0, 6, 12, 18, 22])  # fmt: skip
+        fields, _ = self.refresh("draft_extend_v2", [10, 5], params={"rows_per_request": 3})
+        self.expect_fields(fields, kv_len=[10, 5], row_len=[8, 9, 10, 3, 4, 5])
+
+    def test_lengths_are_device_contents(self):
+        fields, _ = self.refresh("decode", [2147483647, -5])
+        self.expect_fields(fields, kv_len=[W, 0], topk_length=[6, 0])
+
+    def test_what_is_refused(self):
+        inputs = {"seq_len": i32(4), "pool_row": i32(1), "req_to_token": table()}
+        good = {"mode": "decode", "topk": 6, "page_size": 4}
+        cases = [
+            ({"mode": "encode"}, "params.mode = 'encode'"),
+            ({"topk": 0}, "topk"),
+            ({"page_size": 0}, "page_size"),
+            ({"page_size": 257}, "page_size"),
+            ({"page_size": -4}, "page_size"),
+            ({"workers": -1}, "workers"),
+            ({"mode": "target_verify"}, "rows_per_request is missing"),
+            ({"mode": "target_verify", "rows_per_request": 0}, "rows_per_request"),
+            ({"mode": "target_verify", "rows_per_request": -3}, "rows"),
+            ({"mode": "extend"}, "ext_len is missing"),
+            ({"padded_rows": -1}, "padded_rows"),
+            ({"kv_len_delta": 1 << 40}, "kv_len_delta"),
+            ({"mode": "target_verify", "rows_per_request": 2, "kv_len_delta": 1}, "kv_len_delta"),
+        ]
+        for change, fragment in cases:
+            self.expect_refused("metadata_refresh", inputs, good | change, fragment)
+        self.expect_refused("metadata_refresh", inputs | {"seq_len": i32(4, 4, 4)}, good | {"padded_rows": 2}, "R")
+        self.expect_refused("metadata_refresh", inputs | {"seq_len": Tensor("I64", [1])}, good, "seq_len = i64 [1]")
+
+
+class ScheduleTest(CommandLineTest):
+    def schedule(self, lengths, params):
+        result, out = self.run_operator("paged_schedule", {"row_len": i32(*lengths)}, params)
+        self.expect(result, 0)
+        values = out["schedule"].values
+        return list(zip(values[::2], values[1::2]))
+
+    def test_the_example(self):
+        self.assertEqual(self.schedule([1000, 300, 700], {"workers": 4}), [(0, 0), (0, 2), (1, 0), (2, 0), (3, 0)])
+
+    def test_the_default_is_64_workers(self):
+        self.assertEqual(len(self.schedule([5], {})), 65)
+
+    def test_groups_take_their_last_row(self):
+        self.assertEqual(
+            self.schedule([1, 1000, 1, 300], {"workers": 3, "rows_per_group": 2}), self.schedule([1000, 300], {"workers": 3})
+        )
+
+    def test_without_work_every_start_is_the_first_row(self):
+        self.assertEqual(self.schedule([0, -7], {"workers": 2}), [(0, 0), (0, 0), (2, 0)])
+        self.assertEqual(self.schedule([], {"workers": 1}), [(0, 0), (0, 0)])
+
+    def test_what_is_refused(self):
+        lengths = {"row_len": i32(1, 2, 3)}
+        self.expect_refused("paged_schedule", lengths, {"workers": 0}, "workers")
+        self.expect_refused("paged_schedule", lengths, {"workers": "64"}, "params.workers", "string")
+        self.expect_refused("paged_schedule", lengths, {"workers": 1.5}, "params.workers", "1.5")
+        self.expect_refused("paged_schedule", lengths, {"rows_per_group": 2}, "rows_per_group")
+        self.expect_refused("paged_schedule", {}, {}, "row_len is missing")
+
+    def test_an_output_beyond_the_machine_is_refused(self):
+        result, _ = self.run_operator("paged_schedule", {"row_len": i32(1)}, {"workers": 1 << 46})
+        self.expect(result, 3, "out_of_memory", "schedule")

@@ -1,0 +1,151 @@
+"""fovea run: sparse_mla, mha_varlen and merge_lse on inputs whose results are known by hand."""
+
+import math
+
+from support import CommandLineTest, Tensor
+
+INF = float("inf")
+
+
+def rows(values, width):
+    """bf16 rows: row j holds values[j] in every channel."""
+    return Tensor("BF16", [len(values), width], [value for value in values for _ in range(width)])
+
+
+def sparse_inputs(indices, keys=8, heads=2, width=576):
+    """q = 0 makes the softmax uniform: the output is the mean of the visible rows, and row j holds j."""
+    count = len(indices)
+    return {
+        "q": Tensor("BF16", [count, heads, width]),
+        "kv": rows(range(keys), width),
+        "indices": Tensor("I32", [count, len(indices[0])], [i for row in indices for i in row]),
+    }
+
+
+PARAMS = {"softmax_scale": 0.5}
+
+
+class SparseMlaTest(CommandLineTest):
+    def attend(self, tensors, params=PARAMS):
+        result, out = self.run_operator("sparse_mla", tensors, params)
+        self.expect(result, 0)
+        self.assertEqual(set(out), {"out", "lse", "max_logits"})
+        return out
+
+    def test_the_mean_of_the_listed_rows(self):
+        out = self.attend(sparse_inputs([[1, 3, 5, 7], [2, 2, -1, 100]]))
+        self.assertEqual(out["out"].shape, [2, 2, 512])
+        self.assertEqual(set(out["out"].values[:1024]), {4.0})
+        self.assertEqual(set(out["out"].values[1024:]), {2.0})
+        for lse, expected in zip(out["lse"].values, [math.log(4)] * 2 + [math.log(2)] * 2):
+            self.assertAlmostEqual(lse, expected, places=6)
+        self.assertEqual(list(out["max_logits"].values), [0.0] * 4)
+
+    def test_rows_without_a_valid_slot_are_zero(self):
+        tensors = sparse_inputs([[-1, 8, 2147483647, -2147483648]])
+        tensors["kv"].values = [float("nan")] * len(tensors["kv"].values)
+        tensors["kv"].to_bytes = lambda: b"\xff\x7f" * (8 * 576)
+        out = self.attend(tensors)
+        self.assertEqual(set(out["out"].values), {0.0})
+        self.assertEqual(set(out["lse"].values), {-INF})
+        self.assertEqual(set(out["max_logits"].values), {-INF})
+        out = self.attend(tensors, PARAMS | {"empty_lse": "pos_inf"})
+        self.assertEqual(set(out["lse"].values), {INF})
+
+    def test_an_empty_list_gives_empty_rows(self):
+        out = self.attend(sparse_inputs([[]]))
+        self.assertEqual(set(out["out"].values), {0.0})
+
+    def test_topk_length_is_clamped(self):
+        tensors = sparse_inputs([[1, 3, 5, 7]] * 3) | {"topk_length": Tensor("I32", [3], [2, -5, 1000])}
+        out = self.attend(tensors)["out"].values
+        self.assertEqual([out[0], out[1024], out[2048]], [2.0, 0.0, 4.0])
+
+    def test_the_sink_scales_the_output_only(self):
+        tensors = sparse_inputs([[4]], heads=3) | {"sink": Tensor("F32", [3], [0.0, INF, -INF])}
+        out = self.attend(tensors)
+        self.assertEqual([out["out"].values[h * 512] for h in range(3)], [2.0, 0.0, 4.0])
+        self.assertEqual(list(out["lse"].values), [0.0] * 3)
+
+    def test_two_segments(self):
+        tensors = sparse_inputs([[0, 2]]) | {
+            "extra_kv": rows([10, 20], 576),
+            "extra_indices": Tensor("I32", [1, 3], [1, 1, -1]),
+            "extra_topk_length": Tensor("I32", [1], [3]),
+        }
+        self.assertEqual(self.attend(tensors)["out"].values[0], 10.5)
+
+    def test_a_bf16_pool(self):
+        tensors = sparse_inputs([[0, 1, 2, 3, 4]], keys=4)
+        row_bytes = tensors["kv"].to_bytes()
+        pages = b"".join(row_bytes[page * 2304 : (page + 1) * 2304] + b"\xff" * 10 for page in range(2))
+        tensors["kv"] = Tensor("U8", [2, 2314], pages)
+        self.assertEqual(self.attend(tensors, PARAMS | {"page_size": 2})["out"].values[0], 1.5)
+
+    def test_what_is_refused(self):
+        good = sparse_inputs([[1, 2]])
+        no_index = {name: tensor for name, tensor in good.items() if name != "indices"}
+        self.expect_refused("sparse_mla", no_index, PARAMS, "indices is missing", "i32 [T, K]")
+        self.expect_refused("sparse_mla", good, {}, "softmax_scale is missing")
+        for scale in (0, -1, 1e39, 1e-300):
+            self.expect_refused("sparse_mla", good, {"softmax_scale": scale}, "softmax_scale")
+        for text in ('{"softmax_scale": NaN}', '{"softmax_scale": 1e999}', '{"softmax_scale": "1"}', '{"softmax_scale": true}'):
+            self.expect_refused("sparse_mla", good, text, "params")
+        self.expect_refused("sparse_mla", good, PARAMS | {"logit_cap": -1}, "logit_cap")
+        self.expect_refused("sparse_mla", good, PARAMS | {"fixed_splits": -1}, "fixed_splits")
+        self.expect_refused("sparse_mla", good, PARAMS | {"empty_lse": "zero"}, "empty_lse", "neg_inf, pos_inf")
+        self.expect_refused("sparse_mla", good, PARAMS | {"row_format": "v33"}, "row_format", "v32")
+        self.expect_refused("sparse_mla", good, PARAMS | {"row_format": "v32"}, "kv = bf16", "u8")
+        self.expect_refused("sparse_mla", good | {"kv": Tensor("U8", [2, 2304])}, PARAMS, "page_size is missing")
+        self.expect_refused("sparse_mla", good | {"kv": Tensor("U8", [2, 2303])}, PARAMS | {"page_size": 2}, "kv", "2304")
+        self.expect_refused("sparse_mla", good | {"kv": rows([1], 512)}, PARAMS, "kv", "Dqk = 576 from q")
+        self.expect_refused("sparse_mla", sparse_inputs([[1]], width=100), PARAMS, "head_dim_qk = 100")
+        self.expect_refused("sparse_mla", good | {"sink": Tensor("F32", [3])}, PARAMS, "sink", "H = 2")
+        self.expect_refused("sparse_mla", good | {"extra_kv": rows([1], 576)}, PARAMS, "extra_indices is missing")
+        lengths = {"extra_topk_length": Tensor("I32", [1])}
+        self.expect_refused("sparse_mla", good | lengths, PARAMS, "extra_topk_length is given without")
+
+    def test_fields_of_later_formats_are_unsupported(self):
+        good = sparse_inputs([[1, 2]])
+        for row_format in ("v4", "r512", "f576"):
+            self.expect_refused("sparse_mla", good, PARAMS | {"row_format": row_format}, "unsupported", row_format)
+        for name in ("inv_scale", "extra_inv_scale", "extra_page_table", "extra_len", "row_to_request", "inverse_rope",
+                     "positions", "schedule"):  # fmt: skip
+            self.expect_refused("sparse_mla", good | {name: Tensor("F32", [1])}, PARAMS, "unsupported", name)
+        self.expect_refused("sparse_mla", good, PARAMS | {"q_scale": 2}, "unsupported", "q_scale")
+        self.attend(good, PARAMS | {"q_scale": 1, "k_scale": 1.0})
+
+
+class MhaTest(CommandLineTest):
+    def test_causal_rows_are_right_aligned(self):
+        values = [float(j) for j in range(3) for _ in range(128)]
+        tensors = {
+            "q": Tensor("BF16", [6, 1, 192]),
+            "k": Tensor("BF16", [3, 1, 192]),
+            "v": Tensor("BF16", [3, 1, 128], values),
+            "q_indptr": Tensor("I32", [2], [0, 5]),
+            "kv_indptr": Tensor("I32", [2], [0, 3]),
+        }
+        result, out = self.run_operator("mha_varlen", tensors, PARAMS)
+        self.expect(result, 0)
+        self.assertEqual([out["out"].values[t * 128] for t in range(6)], [0.0, 0.0, 0.0, 0.5, 1.0, 0.0])
+        lse = out["lse"].values
+        self.assertEqual(list(lse[:3]) + [lse[5]], [-INF, -INF, 0.0, 0.0])  # row 5 belongs to no request: zero bytes
+        result, out = self.run_operator("mha_varlen", tensors, PARAMS | {"causal": False})
+        self.assertEqual([out["out"].values[t * 128] for t in range(5)], [1.0] * 5)
+        self.expect_refused("mha_varlen", tensors, PARAMS | {"causal": 1}, "params.causal", "true or false")
+        self.expect_refused("mha_varlen", tensors | {"kv_indptr": Tensor("I32", [3])}, PARAMS, "kv_indptr")
+        self.expect_refused("mha_varlen", tensors | {"kv_indptr": Tensor("I32", [0])}, PARAMS, "kv_indptr")
+
+
+class MergeTest(CommandLineTest):
+    def test_empty_parts_and_the_type_of_the_parts(self):
+        tensors = {
+            "out_parts": Tensor("BF16", [2, 1, 2, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]),
+            "lse_parts": Tensor("F32", [2, 1, 2], [-INF, 1.0, 2.0, INF]),
+        }
+        result, out = self.run_operator("merge_lse", tensors, {})
+        self.expect(result, 0)
+        self.assertEqual(out["out"].dtype, "BF16")
+        self.assertEqual(list(out["out"].values), [7.0, 8.0, 9.0, 4.0, 5.0, 6.0])
+        self.assertEqual(list(out["lse"].values), [2.0, 1.0])
