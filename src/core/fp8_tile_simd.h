@@ -23,6 +23,14 @@ inline float quantize_tile_simd(const bf16_t* x, int64_t count, TileScaleRule ru
 inline void dequantize_tile_simd(const uint8_t* codes, int64_t count, float scale, bf16_t* out) {
   dequantize_tile(codes, count, scale, out);
 }
+inline void dequantize_tile_to_floats(const uint8_t* codes, int64_t count, float scale,
+                                      float* out) {
+  for (int64_t i = 0; i < count; ++i) {
+    bf16_t value;
+    dequantize_tile(codes + i, 1, scale, &value);
+    out[i] = bf16_to_float(value);
+  }
+}
 
 #else
 
@@ -195,6 +203,43 @@ HWY_INLINE void dequantize_tile_simd(const uint8_t* codes, int64_t count, float 
     }
   }
   dequantize_tile(codes + i, count - i, scale, out + i);
+}
+
+/// out[i] = bf16(codes[i] * scale) as a float. `count` is a multiple of 16, out is aligned to a
+/// vector.
+HWY_INLINE void dequantize_tile_to_floats(const uint8_t* codes, int64_t count, float scale,
+                                          float* out) {
+  const F32 d;
+  const hn::RebindToUnsigned<F32> d32;
+  const hn::RebindToSigned<F32> di32;
+  const hn::Rebind<int8_t, F32> d8;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  const bool fast = std::fabs(scale) < 0x1p7f && !tile_has_nan_code(codes, count);
+  if (!fast) {  // as in dequantize_tile_simd
+    for (int64_t i = 0; i < count; ++i) {
+      bf16_t value;
+      dequantize_tile(codes + i, 1, scale, &value);
+      out[i] = bf16_to_float(value);
+    }
+    return;
+  }
+  const auto scale_up = hn::Set(d, scale * 0x1p120f);
+  // 4 significant bits times 4 make 8, which bf16 holds; the bound keeps the products normal.
+  const bool exact =
+      (std::bit_cast<uint32_t>(scale) & 0x000FFFFFu) == 0 && std::fabs(scale) >= 0x1p-100f;
+  for (int64_t i = 0; i < count; i += lanes) {
+    const auto code = hn::BitCast(
+        d32, hn::PromoteTo(di32, hn::LoadU(d8, reinterpret_cast<const int8_t*>(codes) + i)));
+    // Sign and fields move to their places in a float; its value is the code's * 2^-120.
+    const auto shifted = hn::And(hn::ShiftLeft<20>(code), hn::Set(d32, 0x87F00000u));
+    auto value = hn::BitCast(d32, hn::Mul(hn::BitCast(d, shifted), scale_up));
+    if (!exact) {
+      const auto lowest_kept = hn::And(hn::ShiftRight<16>(value), hn::Set(d32, 1u));
+      value = hn::And(hn::Add(hn::Add(value, hn::Set(d32, 0x7FFFu)), lowest_kept),
+                      hn::Set(d32, 0xFFFF0000u));
+    }
+    hn::Store(hn::BitCast(d, value), d, out + i);
+  }
 }
 
 #endif  // HWY_SCALAR

@@ -15,6 +15,8 @@ namespace {
 constexpr char kOp[] = "sparse_mla";
 
 constexpr internal::Implementation<SparseMlaProblem, SparseMlaTensors> kImplementations[] = {
+    {"cpu", DeviceKind::kCpu, nullptr, nullptr, internal::sparse_mla_cpu_workspace,
+     internal::sparse_mla_cpu},
     {"ref", DeviceKind::kCpu, nullptr, nullptr, internal::sparse_mla_ref_workspace,
      internal::sparse_mla_ref},
 };

@@ -11,5 +11,8 @@ namespace fovea::internal {
 size_t sparse_mla_ref_workspace(const SparseMlaProblem& problem, const Device& device);
 void sparse_mla_ref(const SparseMlaProblem& problem, const Device& device,
                     const SparseMlaTensors& tensors, Workspace workspace);
+size_t sparse_mla_cpu_workspace(const SparseMlaProblem& problem, const Device& device);
+void sparse_mla_cpu(const SparseMlaProblem& problem, const Device& device,
+                    const SparseMlaTensors& tensors, Workspace workspace);
 
 }  // namespace fovea::internal

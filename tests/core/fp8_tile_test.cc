@@ -24,6 +24,11 @@ void dequantize(const uint8_t* codes, int64_t count, float scale, bf16_t* out) {
   dequantize_tile_simd(codes, count, scale, out);
 }
 
+// `count` must be a multiple of 16, `out` aligned.
+void dequantize_floats(const uint8_t* codes, int64_t count, float scale, float* out) {
+  dequantize_tile_to_floats(codes, count, scale, out);
+}
+
 }  // namespace
 }  // namespace fovea::internal::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
@@ -45,6 +50,7 @@ namespace fovea::internal {
 HWY_EXPORT(encode_floats);
 HWY_EXPORT(quantize);
 HWY_EXPORT(dequantize);
+HWY_EXPORT(dequantize_floats);
 
 namespace {
 
@@ -235,12 +241,19 @@ TEST_P(Fp8SimdTest, DequantizesEveryCodeAtEveryKindOfScale) {
   }
   for (const float scale : scales) {
     for (const std::vector<uint8_t>& codes : {all, numbers}) {
+      alignas(64) float floats[256];
+      const int64_t whole = static_cast<int64_t>(codes.size()) / 16 * 16;
+      HWY_DYNAMIC_DISPATCH(dequantize_floats)(codes.data(), whole, scale, floats);
       const auto count = static_cast<int64_t>(codes.size());
       std::vector<bf16_t> out(codes.size() + 1, bf16_t{0xAAAA}), expected = out;
       dequantize_tile(codes.data(), count, scale, expected.data());
       HWY_DYNAMIC_DISPATCH(dequantize)(codes.data(), count, scale, out.data());
       for (size_t i = 0; i <= codes.size(); ++i) {
         ASSERT_EQ(out[i].bits, expected[i].bits) << "element " << i << " scale " << scale;
+      }
+      for (size_t i = 0; i < static_cast<size_t>(whole); ++i) {
+        ASSERT_EQ(std::bit_cast<uint32_t>(floats[i]), uint32_t{expected[i].bits} << 16)
+            << "element " << i << " scale " << scale;
       }
     }
   }

@@ -1,0 +1,93 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "fovea/sparse_mla.h"
+#include "src/core/access.h"
+#include "src/mla/sparse_mla_cache.h"
+#include "src/mla/sparse_mla_parts.h"
+
+/// What the SIMD implementations of sparse_mla share: the cut into tasks, the workspace, the order
+/// of additions. A kernel supplies the arithmetic of one instruction set.
+///
+/// Every (row, head) is computed in the same way whatever runs beside it: each part of the row
+/// (sparse_mla_parts.h) by itself, tile after tile with a running maximum, then the parts folded in
+/// their order. Threads share out (row, head group) or (row, head group, part); that moves the
+/// intermediate results, not a bit of them.
+namespace fovea::internal {
+
+/// Heads come in groups that a kernel treats together; padded to 8 with zero queries.
+inline constexpr int64_t kHeadPadding = 8;
+/// Largest group: its accumulators, 256 KiB, still share the second-level cache with the queries.
+inline constexpr int64_t kMaxGroupHeads = 128;
+
+inline int64_t padded_heads(int64_t heads) {
+  return (heads + kHeadPadding - 1) / kHeadPadding * kHeadPadding;
+}
+
+/// Softmax state of the heads of a group, over a part or over the parts folded so far. `out` is the
+/// sum of exp(s_j - max) * v_j.
+struct HeadState {
+  float* max;  // [heads], -inf: no key with any weight
+  float* sum;  // [heads], of exp(s_j - max)
+  float* out;  // [heads, 512]
+
+  HeadState from_head(int64_t head) const {
+    return {max + head, sum + head, out + head * kLatentDim};
+  }
+};
+
+/// What a kernel sees of one (row, head group).
+struct GroupShape {
+  int64_t head_dim_qk;
+  int64_t num_heads;  // real ones
+  int64_t padded_heads;
+  RowFormat row_format;
+  RowFormat extra_row_format;
+  float softmax_scale;
+  float logit_cap;
+};
+
+/// Memory of one worker.
+struct SparseMlaScratch {
+  void* query;     // in the kernel's own layout
+  void* tile;      // decoded keys, likewise
+  float* logits;   // [64, at most 32 heads]
+  float* weights;  // [padded_heads / 4, 64, 4]: exp(s_j - max) of 4 heads at a time
+  float* alpha;    // [padded_heads]: what a new maximum leaves of the old sums
+  HeadState part;
+  HeadState run;
+  int64_t loaded_row;  // whose queries `query` holds; -1: nobody's
+  int64_t loaded_head;
+};
+
+/// Results of one (row, head).
+struct HeadOutput {
+  bf16_t* out;
+  float* lse;
+  float* max_logit;   // may be null
+  const float* sink;  // may be null
+  EmptyLse empty_lse;
+};
+
+struct SparseMlaKernel {
+  size_t (*query_bytes)(int64_t head_dim_qk, int64_t padded_heads);
+  size_t (*tile_bytes)(int64_t head_dim_qk);
+  /// Brings the queries of `shape.num_heads` heads, `head_stride` elements apart, into the scratch.
+  void (*load_query)(const GroupShape& shape, const bf16_t* q, int64_t head_stride, void* query);
+  /// Adds the keys of a tile to scratch.part, which starts anew when `first`. `upcoming` is the
+  /// next tile (maybe with no keys): its rows are fetched from memory meanwhile.
+  void (*attend_tile)(const GroupShape& shape, const KeyTile& tile, const KeyTile& upcoming,
+                      bool first, const SparseMlaScratch& scratch, const HeadState& state);
+  /// run += part; `first`: run = part. `heads` is a multiple of 8.
+  void (*fold)(int64_t heads, bool first, const HeadState& part, const HeadState& run);
+  void (*finish)(const float* max, const float* sum, const float* values, const HeadOutput& output);
+};
+
+size_t sparse_mla_workspace(const SparseMlaKernel& kernel, const SparseMlaProblem& problem,
+                            const Device& device);
+void run_sparse_mla(const SparseMlaKernel& kernel, const SparseMlaProblem& problem,
+                    const Device& device, const SparseMlaTensors& tensors, Workspace workspace);
+
+}  // namespace fovea::internal
