@@ -37,6 +37,7 @@ class TopkRows {
   }
 
   int64_t num_rows() const { return indices_.shape[0]; }
+  int64_t width() const { return width_; }
 
   /// The window of row t; empty for padding rows and, kPaged, for rows without a request.
   TopkWindow window(int64_t t) const {
