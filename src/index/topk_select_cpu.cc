@@ -11,6 +11,7 @@
 #include "src/core/parallel.h"
 #include "src/core/workspace.h"
 #include "src/index/topk_select_impl.h"
+#include "src/index/topk_select_sample.h"
 #include "src/index/topk_select_transform.h"
 
 // How a row is selected. Logits become int32 keys whose order is the order of the selection. One
@@ -34,13 +35,9 @@ constexpr int32_t kMinusInfinityKey = static_cast<int32_t>(0x807FFFFFu);
 constexpr int64_t kBlock = 1024;
 // Vector stores and padding may go this far past the last entry: four vectors of 16 lanes.
 constexpr int64_t kSlack = 64;
-// A sample has at most this many entries; rows up to twice this long are collected whole.
-constexpr int64_t kMaxSample = 2048;
-constexpr int64_t kMinSample = 512;
-
 // Entries of the collection before it is pruned. 4 K keeps prunes rare: each leaves K of 4 K.
 int64_t buffer_capacity(const TopkSelectProblem& problem) {
-  return std::min(problem.max_width, std::max<int64_t>(4 * problem.topk, 4 * kMaxSample));
+  return std::min(problem.max_width, std::max<int64_t>(4 * problem.topk, 8192));
 }
 
 struct TopkScratch {
@@ -55,6 +52,21 @@ struct TopkScratch {
     narrowed = cutter.take<int32_t>(count);
   }
 };
+
+// kPackedLanes.lanes[bits]: the numbers of the set bits of a byte in rising order, one in each
+// byte; the rest is 0.
+struct PackedLanes {
+  uint64_t lanes[256];
+  constexpr PackedLanes() : lanes() {
+    for (uint64_t bits = 0; bits < 256; ++bits) {
+      int used = 0;
+      for (uint64_t lane = 0; lane < 8; ++lane) {
+        if ((bits >> lane & 1) != 0) lanes[bits] |= lane << (8 * used++);
+      }
+    }
+  }
+};
+constexpr PackedLanes kPackedLanes;
 
 // The number whose key this is; for keys that no number has, the nearest one above (-infinity,
 // +0), and NaN above the key of +infinity, which no number reaches.
@@ -78,6 +90,32 @@ namespace fovea::internal::HWY_NAMESPACE {
 namespace {
 
 using I32 = hn::ScalableTag<int32_t>;
+
+// Moves the lanes of a mask to the front, for several vectors that share the mask. Lanes past
+// `count` of the results are unspecified.
+struct Packing {
+  int64_t count;
+#if HWY_TARGET == HWY_AVX2
+  // hn::Compress of Highway 1.0.3 copies its table of permutations to the stack in every call.
+  hn::Vec<I32> lanes;
+  HWY_INLINE Packing(I32 d, hn::Mask<I32> mask) {
+    uint8_t bits = 0;
+    hn::StoreMaskBits(d, mask, &bits);
+    const hn::Rebind<uint8_t, I32> d8;
+    const auto* packed = reinterpret_cast<const uint8_t*>(&kPackedLanes.lanes[bits]);
+    lanes = hn::PromoteTo(d, hn::LoadU(d8, packed));
+    count = std::popcount(bits);
+  }
+  HWY_INLINE hn::Vec<I32> pack(I32 d, hn::Vec<I32> value) const {
+    return hn::TableLookupLanes(value, hn::IndicesFromVec(d, lanes));
+  }
+#else
+  hn::Mask<I32> mask;
+  HWY_INLINE Packing(I32 d, hn::Mask<I32> wanted)
+      : count(static_cast<int64_t>(hn::CountTrue(d, wanted))), mask(wanted) {}
+  HWY_INLINE hn::Vec<I32> pack(I32, hn::Vec<I32> value) const { return hn::Compress(value, mask); }
+#endif
+};
 
 // Turns the bits of floats into keys, in place: -0 becomes +0, negative numbers are mirrored, NaN
 // of any sign is kNanKey. Integer arithmetic, so that subnormal numbers keep their order whatever
@@ -146,9 +184,9 @@ int64_t copy_range(const int32_t* keys, int64_t padded, int32_t lowest, int32_t 
   int64_t count = 0;
   for (int64_t i = 0; i < padded; i += lanes) {
     const auto key = hn::LoadU(d, keys + i);
-    const auto inside = hn::AndNot(hn::Gt(key, high), hn::Gt(key, below));
-    hn::StoreU(hn::Compress(key, inside), d, to + count);
-    count += static_cast<int64_t>(hn::CountTrue(d, inside));
+    const Packing inside(d, hn::AndNot(hn::Gt(key, high), hn::Gt(key, below)));
+    hn::StoreU(inside.pack(d, key), d, to + count);
+    count += inside.count;
   }
   return count;
 }
@@ -199,10 +237,11 @@ void keep_cut(int32_t* keys, int32_t* positions, int64_t count, TopkCut cut) {
   const auto above = hn::Set(d, cut.above);
   int64_t kept = 0;
   int64_t i = 0;
-  const auto keep = [&](hn::Vec<I32> key, hn::Mask<I32> mask) {
-    hn::StoreU(hn::Compress(hn::LoadU(d, positions + i), mask), d, positions + kept);
-    hn::StoreU(hn::Compress(key, mask), d, keys + kept);
-    kept += static_cast<int64_t>(hn::CountTrue(d, mask));
+  const auto keep = [&](hn::Vec<I32> key, hn::Mask<I32> mask) HWY_ATTR {
+    const Packing stays(d, mask);
+    hn::StoreU(stays.pack(d, hn::LoadU(d, positions + i)), d, positions + kept);
+    hn::StoreU(stays.pack(d, key), d, keys + kept);
+    kept += stays.count;
   };
   // Up to the last equal entry that stays. Lanes past `count` hold kNanKey and come after every
   // real entry, so that they are never among the `equal` first.
@@ -231,64 +270,81 @@ void keep_cut(int32_t* keys, int32_t* positions, int64_t count, TopkCut cut) {
   }
 }
 
-// Appends the bits and positions of entries [begin, end) that are >= threshold, or of all of them;
-// returns their number. Every vector costs the same, whatever it holds. The comparison is one of
-// floats: -0 equals +0 and NaN never passes. A thread that takes subnormal numbers for zeros
-// collects a few entries too many, which the exact keys sort out.
-template <bool kAll>
-int64_t collect(const float* logits, int64_t begin, int64_t end, float threshold, int32_t* values,
-                int32_t* positions) {
+// Writes the places (of at most kBlock entries) that are >= threshold, ascending, and returns their
+// number. Every vector costs the same, whatever it holds. The comparison is one of floats: -0
+// equals +0 and NaN never passes. A thread that takes subnormal numbers for zeros collects a few
+// entries too many, which the exact keys sort out.
+int64_t find_places(const float* logits, int64_t size, float threshold, uint16_t* places) {
   const F32 d;
-  const I32 di;
+  const hn::Rebind<uint16_t, F32> d16;
   const auto lanes = static_cast<int64_t>(hn::Lanes(d));
   const auto limit = hn::Set(d, threshold);
-  auto position = hn::Iota(di, static_cast<int32_t>(begin));
-  const auto step = hn::Set(di, static_cast<int32_t>(lanes));
   int64_t count = 0;
-  int64_t i = begin;
-  for (; i + lanes <= end; i += lanes) {
-    const auto value = hn::LoadU(d, logits + i);
-    if constexpr (kAll) {
-      hn::StoreU(hn::BitCast(di, value), di, values + count);
-      hn::StoreU(position, di, positions + count);
-      count += lanes;
-    } else {
-      const auto passes = hn::RebindMask(di, hn::Ge(value, limit));
-      hn::StoreU(hn::Compress(hn::BitCast(di, value), passes), di, values + count);
-      hn::StoreU(hn::Compress(position, passes), di, positions + count);
-      count += static_cast<int64_t>(hn::CountTrue(di, passes));
-    }
-    position = hn::Add(position, step);
+  int64_t i = 0;
+#if HWY_TARGET == HWY_AVX2
+  // The permutation that would move the passing lanes to the front is the list of their numbers, so
+  // that nothing is moved: one narrow store per vector is what bounds the loop.
+  const hn::Rebind<uint8_t, F32> d8;
+  auto first = hn::Zero(d16);
+  const auto step = hn::Set(d16, static_cast<uint16_t>(lanes));
+  for (; i + lanes <= size; i += lanes) {
+    uint8_t bits = 0;
+    hn::StoreMaskBits(d, hn::Ge(hn::LoadU(d, logits + i), limit), &bits);
+    const auto* packed = reinterpret_cast<const uint8_t*>(&kPackedLanes.lanes[bits]);
+    hn::StoreU(hn::Add(hn::PromoteTo(d16, hn::LoadU(d8, packed)), first), d16, places + count);
+    first = hn::Add(first, step);
+    count += std::popcount(bits);
   }
-  for (; i < end; ++i) {
-    if (!kAll && !(logits[i] >= threshold)) continue;
-    values[count] = std::bit_cast<int32_t>(logits[i]);
-    positions[count++] = static_cast<int32_t>(i);
+#else
+  const I32 di;
+  for (; i + lanes <= size; i += lanes) {
+    const Packing passes(di, hn::RebindMask(di, hn::Ge(hn::LoadU(d, logits + i), limit)));
+    const auto place = passes.pack(di, hn::Iota(di, static_cast<int32_t>(i)));
+    hn::StoreU(hn::TruncateTo(d16, hn::BitCast(hn::RebindToUnsigned<I32>(), place)), d16,
+               places + count);
+    count += passes.count;
+  }
+#endif
+  for (; i < size; ++i) {
+    places[count] = static_cast<uint16_t>(i);
+    count += logits[i] >= threshold ? 1 : 0;
   }
   return count;
 }
 
-// A key below the topk-th largest of the row in all but one of about 10^5 rows, and not far below:
-// the matching rank of a sample, moved down by four standard deviations. The sample takes one entry
-// from each of equal parts of the row, at a place that varies so that no period of the row meets
-// it. kNanKey: collect everything.
-int32_t sampled_floor(const float* logits, int64_t len, int64_t topk, const TopkScratch& scratch) {
-  if (len <= 2 * kMaxSample || len <= 2 * topk) return kNanKey;
-  // 32 sampled entries above the topk-th keep the four deviations below 75 % of the rank.
-  const int64_t sample = std::clamp(32 * len / std::max<int64_t>(topk, 1), kMinSample, kMaxSample);
-  const double expected =
-      static_cast<double>(sample) * static_cast<double>(topk) / static_cast<double>(len);
-  const auto rank = static_cast<int64_t>(expected + 4.0 * std::sqrt(expected) + 4.0);
-  if (rank >= sample) return kNanKey;
-  const auto part = static_cast<uint64_t>(len / sample);
-  uint32_t noise = 0x9E3779B9u;
-  for (int64_t i = 0; i < sample; ++i) {
-    noise = noise * 1664525u + 1013904223u;  // its high bits are the random ones
-    const uint64_t place = (noise * part) >> 32;
-    scratch.keys[i] = std::bit_cast<int32_t>(logits[static_cast<uint64_t>(i) * part + place]);
+// Appends the bits and positions of the entries of one block that are >= threshold; returns their
+// number. The block, just read, is in the L1 cache.
+int64_t collect(const float* logits, int64_t begin, int64_t end, float threshold, int32_t* values,
+                int32_t* positions) {
+  uint16_t places[kBlock + kSlack];
+  const int64_t count = find_places(logits + begin, end - begin, threshold, places);
+  for (int64_t i = 0; i < count; ++i) {
+    positions[i] = static_cast<int32_t>(begin) + places[i];
+    values[i] = std::bit_cast<int32_t>(logits[begin + places[i]]);
   }
-  to_keys(scratch.keys, 0, sample);
-  const TopkCut cut = find_cut(scratch.keys, sample, rank, kNanKey, scratch.narrowed);
+  return count;
+}
+
+// The same for every entry.
+int64_t collect_all(const float* logits, int64_t begin, int64_t end, int32_t* values,
+                    int32_t* positions) {
+  for (int64_t i = begin; i < end; ++i) {
+    positions[i - begin] = static_cast<int32_t>(i);
+    values[i - begin] = std::bit_cast<int32_t>(logits[i]);
+  }
+  return end - begin;
+}
+
+// The sample's estimate of a key a little below the topk-th largest. kNanKey: collect everything.
+int32_t sampled_floor(const float* logits, int64_t len, int64_t topk, const TopkScratch& scratch) {
+  const TopkSample sample(len, topk);
+  if (sample.size == 0) return kNanKey;
+  TopkSample::Places places(sample);
+  for (int64_t i = 0; i < sample.size; ++i) {
+    scratch.keys[i] = std::bit_cast<int32_t>(logits[places.next()]);
+  }
+  to_keys(scratch.keys, 0, sample.size);
+  const TopkCut cut = find_cut(scratch.keys, sample.size, sample.rank, kNanKey, scratch.narrowed);
   return cut.equal > 0 ? cut.above : cut.above + 1;
 }
 
@@ -316,9 +372,9 @@ void select_row(const float* logits, int64_t len, int64_t topk, int64_t capacity
       const int64_t end = std::min(len, begin + kBlock);
       int32_t* values = scratch.keys + count;
       int32_t* positions = scratch.positions + count;
-      count += threshold == kNanKey ? collect<true>(logits, begin, end, 0, values, positions)
-                                    : collect<false>(logits, begin, end, number_of_key(threshold),
-                                                     values, positions);
+      count += threshold == kNanKey
+                   ? collect_all(logits, begin, end, values, positions)
+                   : collect(logits, begin, end, number_of_key(threshold), values, positions);
     }
     if (count >= topk) break;
     // The sample promised too much: start over without it.

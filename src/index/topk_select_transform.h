@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <limits>
 
@@ -22,6 +23,9 @@ class TopkRows {
   TopkRows(const TopkSelectProblem& problem, const TopkSelectTensors& tensors)
       : transform_(problem.transform),
         page_size_(problem.page_size),
+        page_shift_(std::has_single_bit(static_cast<uint64_t>(problem.page_size))
+                        ? std::countr_zero(static_cast<uint64_t>(problem.page_size))
+                        : -1),
         topk_(problem.topk),
         width_(tensors.logits.shape[1]),
         live_rows_(tensors.row_len.shape[0]),
@@ -97,13 +101,16 @@ class TopkRows {
   }
 
   int32_t slot(const int32_t* table, int64_t pos) const {
-    const int64_t page_column = pos / page_size_;
-    if (page_column >= table_.shape[1] || table[page_column] < 0) return -1;
-    return index_or_hole(table[page_column] * page_size_ + pos % page_size_);
+    // A division takes longer than the rest of the row's entry; page sizes are mostly powers of
+    // two.
+    const int64_t column = page_shift_ >= 0 ? pos >> page_shift_ : pos / page_size_;
+    if (column >= table_.shape[1] || table[column] < 0) return -1;
+    return index_or_hole(table[column] * page_size_ + (pos - column * page_size_));
   }
 
   IndexTransform transform_;
   int64_t page_size_;
+  int page_shift_;  // log2 of page_size_, or -1
   int64_t topk_;
   int64_t width_;
   int64_t live_rows_;

@@ -1,6 +1,9 @@
 #include "fovea/topk_select.h"
 
 #include <gtest/gtest.h>
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
 
 #include <algorithm>
 #include <cmath>
@@ -8,6 +11,7 @@
 #include <numeric>
 
 #include "fovea/error.h"
+#include "src/index/topk_select_sample.h"
 #include "tests/index/topk_rows.h"
 #include "tests/support/memory.h"
 #include "tests/support/property.h"
@@ -173,6 +177,36 @@ TEST_P(FullTopkSelectTest, HostileRowsOfModelLengths) {
   check_hostile_rows(65536, 65535);
   check_hostile_rows(65536, 40000);
 }
+
+TEST_P(FullTopkSelectTest, AMisleadingSampleCostsNoEntry) {
+  // The largest entries stand exactly where the sample looks, so that its threshold is too high.
+  for (const int64_t length : {16384, 65536}) {
+    const internal::TopkSample sample(length, 2048);
+    ASSERT_GT(sample.size, 0);
+    test::Rng rng(11);
+    std::vector<float> row = rng.normals(length);
+    internal::TopkSample::Places places(sample);
+    for (int64_t i = 0; i < sample.size; ++i) row[static_cast<size_t>(places.next())] += 100.0f;
+    EXPECT_EQ(select(row, 2048), expected_row(row, 2048));
+    for (float& value : row) value = -value;  // and too low
+    EXPECT_EQ(select(row, 2048), expected_row(row, 2048));
+  }
+}
+
+#if defined(__SSE2__)
+TEST_P(TopkSelectTest, SubnormalNumbersAreOrderedEvenWhereTheThreadTakesThemForZero) {
+  if (GetParam().implementation == "ref") GTEST_SKIP() << "the reference compares floats";
+  for (const test::HostileRow& kind : test::hostile_rows()) {
+    const std::vector<float> row = test::make_row(kind, 6000, 12);
+    const std::vector<int32_t> expected = expected_row(row, 700);
+    const unsigned mode = _mm_getcsr();
+    _mm_setcsr(mode | 0x8040u);  // flush to zero, denormals are zero
+    const std::vector<int32_t> selected = select(row, 700);
+    _mm_setcsr(mode);
+    EXPECT_EQ(selected, expected) << kind.name;
+  }
+}
+#endif
 
 // Rows of few distinct values, so that boundaries fall into plateaus; any start, length and topk.
 void check_random_problem(const TopkSelectProblem& limits, const test::Target& target) {
