@@ -58,9 +58,11 @@ void print_result(const RunOptions& options, const OperatorCall& call, const Ten
 
 const std::vector<Binding>& bindings() {
   static const std::vector<Binding> list = {
-      {"merge_lse", run_merge_lse},   {"metadata_refresh", run_metadata_refresh},
-      {"mha_varlen", run_mha_varlen}, {"paged_schedule", run_paged_schedule},
-      {"sparse_mla", run_sparse_mla}, {"topk_select", run_topk_select},
+      {"index_logits", run_index_logits},     {"index_quantize", run_index_quantize},
+      {"merge_lse", run_merge_lse},           {"metadata_refresh", run_metadata_refresh},
+      {"mha_varlen", run_mha_varlen},         {"pack_rows", run_pack_rows},
+      {"paged_schedule", run_paged_schedule}, {"sparse_mla", run_sparse_mla},
+      {"topk_select", run_topk_select},       {"unpack_rows", run_unpack_rows},
   };
   return list;
 }

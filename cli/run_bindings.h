@@ -5,8 +5,12 @@
 /// One function per operator of `fovea run`; the files are by room.
 namespace fovea::cli {
 
+void run_pack_rows(OperatorCall& call);
+void run_unpack_rows(OperatorCall& call);
 void run_metadata_refresh(OperatorCall& call);
 void run_paged_schedule(OperatorCall& call);
+void run_index_quantize(OperatorCall& call);
+void run_index_logits(OperatorCall& call);
 void run_topk_select(OperatorCall& call);
 void run_sparse_mla(OperatorCall& call);
 void run_mha_varlen(OperatorCall& call);

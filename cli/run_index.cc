@@ -4,10 +4,64 @@
 #include <cstdint>
 
 #include "cli/run_bindings.h"
+#include "fovea/index_logits.h"
+#include "fovea/index_quantize.h"
 #include "fovea/topk_select.h"
 
 namespace fovea::cli {
 namespace {
+
+const int32_t* values(const ConstTensorView& tensor) {
+  return static_cast<const int32_t*>(tensor.data);
+}
+
+IndexLayout bind_layout(OperatorCall& call) {
+  return call.choice<IndexLayout>(
+      "layout", {{"ragged", IndexLayout::kRagged}, {"paged", IndexLayout::kPaged}});
+}
+
+// The tensors that index_logits and index_select share.
+template <class Problem, class Tensors>
+void bind_queries_and_keys(OperatorCall& call, Problem& problem, Tensors& tensors) {
+  problem.layout = bind_layout(call);
+  tensors.q_fp8 = call.in("q_fp8", "u8 [T, Hi, Di]");
+  tensors.head_weight = call.in("head_weight", "f32 [T, Hi]");
+  if (problem.layout == IndexLayout::kRagged) {
+    tensors.k_fp8 = call.in("k_fp8", "u8 [S, Di]");
+    tensors.k_scale = call.in("k_scale", "f32 [S]");
+    tensors.k_start = call.in("k_start", "i32 [T]");
+    tensors.k_end = call.in("k_end", "i32 [T]");
+  } else {
+    tensors.index_pool = call.in("index_pool", "u8 [pages, page_bytes]");
+    tensors.page_table = call.in("page_table", "i32 [R, max_pages]");
+    tensors.row_to_request = call.in("row_to_request", "i32 [T]");
+    tensors.row_len = call.in("row_len", "i32 [T]");
+    tensors.schedule = call.opt("schedule", "i32 [workers+1, 2]");
+    problem.page_size = call.integer("page_size");
+  }
+  problem.max_rows = call.extent("T");
+  problem.num_heads = call.extent("Hi");
+  problem.head_dim = call.extent("Di");
+}
+
+// The longest row: k_end - k_start within [0, S], or row_len of a row whose request exists.
+template <class Problem, class Tensors>
+int64_t longest_row(const OperatorCall& call, const Problem& problem, const Tensors& tensors) {
+  int64_t longest = 0;
+  for (int64_t t = 0; t < problem.max_rows; ++t) {
+    int64_t length = 0;
+    if (problem.layout == IndexLayout::kRagged) {
+      const int64_t keys = call.extent("S");
+      length = std::clamp<int64_t>(values(tensors.k_end)[t], 0, keys) -
+               std::clamp<int64_t>(values(tensors.k_start)[t], 0, keys);
+    } else {
+      const int64_t request = values(tensors.row_to_request)[t];
+      if (request >= 0 && request < call.extent("R")) length = values(tensors.row_len)[t];
+    }
+    longest = std::max(longest, length);
+  }
+  return longest;
+}
 
 // The part of topk_select and index_select that turns positions into indices. The axis T is known.
 template <class Problem, class Tensors>
@@ -41,6 +95,50 @@ void bind_transform(OperatorCall& call, Problem& problem, Tensors& tensors) {
 }
 
 }  // namespace
+
+void run_index_quantize(OperatorCall& call) {
+  IndexQuantizeProblem problem;
+  IndexQuantizeTensors tensors;
+  tensors.q = call.in("q", "bf16 [T, Hi, Di]");
+  tensors.k = call.in("k", "bf16 [T, Di]");
+  tensors.norm_weight = call.in("norm_weight", "f32 [Di]");
+  tensors.norm_bias = call.in("norm_bias", "f32 [Di]");
+  tensors.head_gate = call.in("head_gate", "f32 [T, Hi]");
+  tensors.positions = call.in("positions", "i32 [T]");
+  tensors.cos_sin = call.in("cos_sin", "f32 [max_pos, rope]");
+  problem.rope_style = call.choice<RopeStyle>(
+      "rope_style",
+      {{"half_split", RopeStyle::kHalfSplit}, {"interleaved", RopeStyle::kInterleaved}});
+  problem.hadamard = call.flag("hadamard", false);
+  problem.scale_mode = call.choice<ScaleMode>(
+      "scale_mode", {{"fp32", ScaleMode::kFp32}, {"pow2", ScaleMode::kPow2}});
+  problem.max_rows = call.extent("T");
+  problem.num_heads = call.extent("Hi");
+  problem.head_dim = call.extent("Di");
+  problem.rope_dim = call.extent("rope");
+  tensors.q_fp8 = call.out("q_fp8", "u8 [T, Hi, Di]");
+  tensors.q_scale = call.out("q_scale", "f32 [T, Hi]");
+  tensors.k_fp8 = call.out("k_fp8", "u8 [T, Di]");
+  tensors.k_scale = call.out("k_scale", "f32 [T]");
+  tensors.head_weight = call.out("head_weight", "f32 [T, Hi]");
+  call.run<IndexQuantize>(problem, tensors);
+}
+
+void run_index_logits(OperatorCall& call) {
+  IndexLogitsProblem problem;
+  IndexLogitsTensors tensors;
+  bind_queries_and_keys(call, problem, tensors);
+  if (problem.layout == IndexLayout::kRagged) {
+    call.integer("page_size", 0);  // a name of the table, without meaning here
+    call.unused({"index_pool", "page_table", "row_to_request", "row_len", "schedule"},
+                "in the ragged layout");
+  } else {
+    call.unused({"k_fp8", "k_scale", "k_start", "k_end"}, "in the paged layout");
+  }
+  call.set_extent("W", longest_row(call, problem, tensors), "the longest row");
+  tensors.logits = call.out("logits", "f32 [T, W]");
+  call.run<IndexLogits>(problem, tensors);
+}
 
 void run_topk_select(OperatorCall& call) {
   TopkSelectProblem problem;

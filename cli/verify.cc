@@ -19,9 +19,13 @@ namespace {
 // One way to run an operator.
 struct Target {
   std::string implementation;
-  CpuIsa isa = CpuIsa::kBaseline;
-  std::string unavailable;  ///< Why it cannot run here; empty when it can.
+  CpuIsa isa = CpuIsa::kBaseline;  ///< Used by SIMD implementations only.
+  std::string unavailable;         ///< Why it cannot run here; empty when it can.
 };
+
+std::string isa_name(const Target& target) {
+  return target.implementation == "ref" ? "any" : std::string(to_string(target.isa));
+}
 
 // One line of the table.
 struct Row {
@@ -58,8 +62,8 @@ TensorMap run_case(const VerifyOperator& op, const VerifyCase& verify_case,
                     Options{implementation});
   find_binding(op.op).run(call);
   TensorMap outputs = call.take_outputs();
-  if (op.clear_unspecified != nullptr) {
-    op.clear_unspecified(verify_case.inputs, verify_case.params, outputs);
+  if (op.normalise != nullptr) {
+    op.normalise(verify_case.inputs, verify_case.params, outputs);
   }
   return outputs;
 }
@@ -152,8 +156,8 @@ Row verify_target(const VerifyOperator& op, const Target& target,
   for (GoldenCase& entry : golden) {
     guarded(entry.inputs.name, &row, [&] {
       const TensorMap outputs = run_case(op, entry.inputs, target.implementation, 1);
-      if (op.clear_unspecified != nullptr) {
-        op.clear_unspecified(entry.inputs.inputs, entry.inputs.params, entry.expected);
+      if (op.normalise != nullptr) {
+        op.normalise(entry.inputs.inputs, entry.inputs.params, entry.expected);
       }
       compare_outputs(op, entry.inputs.name, outputs, entry.expected, &row);
     });
@@ -188,7 +192,7 @@ void print_json(const std::vector<Row>& rows, bool ok) {
     for (const std::string& text : row.mismatches) mismatches.push(text);
     Json item = Json::object({{"operator", row.op},
                               {"implementation", row.target.implementation},
-                              {"instruction_set", to_string(row.target.isa)},
+                              {"instruction_set", isa_name(row.target)},
                               {"available", row.target.unavailable.empty()},
                               {"generated", row.generated},
                               {"golden", row.golden},
@@ -210,7 +214,7 @@ void print_table(const std::vector<Row>& rows) {
       continue;
     }
     fmt::print("{:<18} {:<15} {:<16} {:>9} {:>7} {:>10.2g}  {}\n", row.op,
-               row.target.implementation, to_string(row.target.isa), row.generated, row.golden,
+               row.target.implementation, isa_name(row.target), row.generated, row.golden,
                row.worst_rms, row.mismatches.empty() ? "ok" : "MISMATCH");
     for (const std::string& text : row.mismatches) fmt::print("    {}\n", text);
   }

@@ -66,7 +66,7 @@ std::vector<VerifyCase> make_metadata_cases(uint64_t seed) {
 }
 
 // Columns of page_table past a request's pages are not written.
-void clear_metadata(const TensorMap&, const Json& params, TensorMap& outputs) {
+void normalise_metadata(const TensorMap&, const Json& params, TensorMap& outputs) {
   const TensorView page_table = outputs.find("page_table");
   const ConstTensorView kv_len = outputs.find("kv_len");
   if (!page_table.defined() || !kv_len.defined()) return;
@@ -100,7 +100,7 @@ std::vector<VerifyCase> make_schedule_cases(uint64_t seed) {
 }  // namespace
 
 void add_verify_batch(std::vector<VerifyOperator>& list) {
-  list.push_back({"metadata_refresh", make_metadata_cases, {}, clear_metadata});
+  list.push_back({"metadata_refresh", make_metadata_cases, {}, normalise_metadata});
   list.push_back({"paged_schedule", make_schedule_cases, {}, nullptr});
 }
 

@@ -68,11 +68,19 @@ CaseBuilder& CaseBuilder::floats(const std::string& name, Shape shape,
   return *this;
 }
 
-CaseBuilder& CaseBuilder::codes(const std::string& name, Shape shape) {
+CaseBuilder& CaseBuilder::bytes(const std::string& name, Shape shape) {
   const TensorView view = case_.inputs.add(name, DType::kU8, shape);
   for (int64_t i = 0; i < view.num_elements(); ++i) {
-    const auto code = static_cast<uint8_t>(random_.next());
-    at<uint8_t>(name, i) = (code & 0x7F) == 0x7F ? uint8_t{0} : code;
+    at<uint8_t>(name, i) = static_cast<uint8_t>(random_.next());
+  }
+  return *this;
+}
+
+CaseBuilder& CaseBuilder::codes(const std::string& name, Shape shape) {
+  bytes(name, shape);
+  for (int64_t i = 0; i < tensor(name).num_elements(); ++i) {
+    uint8_t& code = at<uint8_t>(name, i);
+    if ((code & 0x7F) == 0x7F) code = 0;
   }
   return *this;
 }
@@ -100,6 +108,7 @@ void make_hostile(CaseBuilder& builder, const std::string& name, double share) {
 
 std::vector<VerifyOperator> verify_operators() {
   std::vector<VerifyOperator> list;
+  add_verify_cache(list);
   add_verify_batch(list);
   add_verify_index(list);
   add_verify_mla(list);

@@ -29,9 +29,9 @@ struct VerifyOperator {
   std::string op;
   std::vector<VerifyCase> (*make_cases)(uint64_t seed);
   std::vector<OutputRule> rules;
-  /// Sets elements that the operator leaves unspecified to zero, in any implementation's outputs.
-  /// Null: there are none.
-  void (*clear_unspecified)(const TensorMap& inputs, const Json& params, TensorMap& outputs);
+  /// Brings any implementation's outputs into comparable form: elements that the operator leaves
+  /// unspecified become zero, codes become the values that they stand for. Null: they are.
+  void (*normalise)(const TensorMap& inputs, const Json& params, TensorMap& outputs);
 };
 
 /// Every operator, in the order of the rooms.
@@ -68,7 +68,9 @@ class CaseBuilder {
   CaseBuilder& integers(const std::string& name, Shape shape, int64_t lowest, int64_t highest);
   CaseBuilder& list(const std::string& name, const std::vector<int32_t>& values);
   CaseBuilder& floats(const std::string& name, Shape shape, const std::vector<float>& values);
-  /// Uniform bytes; e4m3 codes without NaN.
+  /// Uniform bytes.
+  CaseBuilder& bytes(const std::string& name, Shape shape);
+  /// Uniform e4m3 codes without NaN.
   CaseBuilder& codes(const std::string& name, Shape shape);
   CaseBuilder& param(const std::string& name, Json value);
 

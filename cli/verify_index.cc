@@ -1,9 +1,12 @@
 // fovea verify: problems of the room index.
 
+#include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "cli/verify_cases.h"
+#include "fovea/numeric.h"
 
 namespace fovea::cli {
 namespace {
@@ -71,9 +74,218 @@ std::vector<VerifyCase> make_topk_cases(uint64_t seed) {
   return cases;
 }
 
+VerifyCase make_quantize_case(const std::string& name, int64_t heads, int64_t dim, int64_t rope,
+                              const char* rope_style, const char* scale_mode, bool hadamard,
+                              uint64_t seed) {
+  CaseBuilder builder(name, seed);
+  const int64_t rows = 7, max_pos = 50;
+  builder.normals("q", DType::kBf16, {rows, heads, dim}, 3)
+      .normals("k", DType::kBf16, {rows, dim}, 2)
+      .normals("norm_weight", DType::kF32, {dim})
+      .normals("norm_bias", DType::kF32, {dim}, 0.2)
+      .normals("head_gate", DType::kF32, {rows, heads})
+      .integers("positions", {rows}, 0, max_pos - 1)
+      .normals("cos_sin", DType::kF32, {max_pos, rope}, 0)
+      .param("rope_style", rope_style)
+      .param("scale_mode", scale_mode)
+      .param("hadamard", hadamard);
+  for (int64_t pos = 0; pos < max_pos; ++pos) {
+    for (int64_t i = 0; i < rope / 2; ++i) {
+      const double angle =
+          static_cast<double>(pos) *
+          std::pow(10000.0, -2.0 * static_cast<double>(i) / static_cast<double>(rope));
+      builder.at<float>("cos_sin", pos * rope + i) = static_cast<float>(std::cos(angle));
+      builder.at<float>("cos_sin", pos * rope + rope / 2 + i) = static_cast<float>(std::sin(angle));
+    }
+  }
+  make_hostile(builder, "positions", 0.2);
+  for (int64_t d = 0; d < dim; ++d) builder.at<bf16_t>("q", d) = bf16_t{0};  // a zero row
+  return builder.take();
+}
+
+std::vector<VerifyCase> make_quantize_cases(uint64_t seed) {
+  std::vector<VerifyCase> cases;
+  cases.push_back(
+      make_quantize_case("half_split_fp32", 64, 128, 64, "half_split", "fp32", false, seed));
+  cases.push_back(
+      make_quantize_case("half_split_pow2", 16, 128, 64, "half_split", "pow2", true, seed));
+  cases.push_back(
+      make_quantize_case("interleaved_pow2", 5, 128, 64, "interleaved", "pow2", false, seed));
+  cases.push_back(
+      make_quantize_case("interleaved_fp32", 3, 64, 32, "interleaved", "fp32", true, seed));
+  cases.push_back(make_quantize_case("odd_width", 2, 75, 6, "half_split", "fp32", false, seed));
+  return cases;
+}
+
+// Codes become code * scale: two implementations may round a bf16 value before quantisation
+// differently, which moves its code by one step.
+void decode(TensorMap& outputs, const std::string& codes, const std::string& scales) {
+  const ConstTensorView code = outputs.find(codes), scale = outputs.find(scales);
+  if (!code.defined() || !scale.defined() || code.dtype != DType::kU8) return;
+  TensorMap decoded;
+  const TensorView values = decoded.add(
+      "values", DType::kF32, std::span(code.shape.data(), static_cast<size_t>(code.rank)));
+  const int64_t count = code.num_elements();
+  const int64_t width = code.shape[static_cast<size_t>(code.rank - 1)];
+  for (int64_t i = 0; i < count; ++i) {
+    static_cast<float*>(values.data)[i] = e4m3_to_float(static_cast<const uint8_t*>(code.data)[i]) *
+                                          static_cast<const float*>(scale.data)[i / width];
+  }
+  outputs.remove(codes);
+  outputs.add_copy(codes, values);
+}
+
+void normalise_quantize(const TensorMap&, const Json&, TensorMap& outputs) {
+  decode(outputs, "q_fp8", "q_scale");
+  decode(outputs, "k_fp8", "k_scale");
+}
+
+// e4m3 codes of small integers and scales, weights that are powers of two: every product and sum is
+// exact in fp32, so that all implementations must agree bit for bit, ties included.
+struct IndexerShape {
+  int64_t rows;
+  int64_t heads;
+  int64_t dim;
+};
+
+void add_exact_codes(CaseBuilder& builder, const std::string& name, CaseBuilder::Shape shape) {
+  builder.bytes(name, shape);
+  for (int64_t i = 0; i < builder.tensor(name).num_elements(); ++i) {
+    builder.at<uint8_t>(name, i) =
+        e4m3_from_float(static_cast<float>(builder.random().integer(-2, 2)));
+  }
+}
+
+float exact_scale(CaseRandom& random) {
+  return std::exp2(static_cast<float>(random.integer(-2, 2)));
+}
+
+void add_exact_scales(CaseBuilder& builder, const std::string& name, CaseBuilder::Shape shape,
+                      bool both_signs) {
+  builder.normals(name, DType::kF32, shape);
+  for (int64_t i = 0; i < builder.tensor(name).num_elements(); ++i) {
+    const float sign = both_signs && builder.random().chance(0.3) ? -1.0f : 1.0f;
+    builder.at<float>(name, i) = sign * exact_scale(builder.random());
+  }
+}
+
+void add_queries(CaseBuilder& builder, const IndexerShape& shape, bool is_exact) {
+  if (is_exact) {
+    add_exact_codes(builder, "q_fp8", {shape.rows, shape.heads, shape.dim});
+    add_exact_scales(builder, "head_weight", {shape.rows, shape.heads}, true);
+  } else {
+    builder.codes("q_fp8", {shape.rows, shape.heads, shape.dim})
+        .normals("head_weight", DType::kF32, {shape.rows, shape.heads}, 1e-5);
+  }
+}
+
+VerifyCase make_ragged_case(const std::string& name, const IndexerShape& shape, bool is_exact,
+                            uint64_t seed) {
+  CaseBuilder builder(name, seed);
+  const int64_t keys = 600;
+  add_queries(builder, shape, is_exact);
+  if (is_exact) {
+    add_exact_codes(builder, "k_fp8", {keys, shape.dim});
+    add_exact_scales(builder, "k_scale", {keys}, false);
+  } else {
+    builder.codes("k_fp8", {keys, shape.dim}).normals("k_scale", DType::kF32, {keys}, 0.01);
+  }
+  builder.integers("k_start", {shape.rows}, 0, 300)
+      .integers("k_end", {shape.rows}, 200, keys)
+      .param("layout", "ragged");
+  make_hostile(builder, "k_start", 0.2);
+  make_hostile(builder, "k_end", 0.2);
+  return builder.take();
+}
+
+// Pages of the index cache: values first, then scales. Some table entries are outside the pool.
+VerifyCase make_paged_case(const std::string& name, const IndexerShape& shape, int64_t page_size,
+                           bool is_exact, uint64_t seed) {
+  CaseBuilder builder(name, seed);
+  const int64_t pages = 40, requests = 3, max_pages = 12;
+  const int64_t page_bytes = page_size * (shape.dim + 4) + 32;
+  add_queries(builder, shape, is_exact);
+  if (is_exact) {
+    add_exact_codes(builder, "index_pool", {pages, page_bytes});
+  } else {
+    builder.codes("index_pool", {pages, page_bytes});
+  }
+  auto* pool = static_cast<uint8_t*>(builder.tensor("index_pool").data);
+  for (int64_t page = 0; page < pages; ++page) {
+    for (int64_t i = 0; i < page_size; ++i) {
+      const float scale = is_exact ? exact_scale(builder.random())
+                                   : static_cast<float>(0.01 * builder.random().normal());
+      std::memcpy(pool + page * page_bytes + page_size * shape.dim + 4 * i, &scale, 4);
+    }
+  }
+  builder.integers("page_table", {requests, max_pages}, 0, pages - 1)
+      .integers("row_to_request", {shape.rows}, 0, requests - 1)
+      .integers("row_len", {shape.rows}, 0, max_pages * page_size)
+      .param("layout", "paged")
+      .param("page_size", page_size);
+  make_hostile(builder, "page_table", 0.1);
+  make_hostile(builder, "row_to_request", 0.15);
+  if (shape.rows > 1) builder.at<int32_t>("row_len", 1) = -5;
+  return builder.take();
+}
+
+std::vector<VerifyCase> make_logits_cases(uint64_t seed) {
+  std::vector<VerifyCase> cases;
+  for (const bool is_exact : {true, false}) {
+    const std::string suffix = is_exact ? "_exact" : "_random";
+    cases.push_back(make_ragged_case("ragged" + suffix, {9, 64, 128}, is_exact, seed));
+    cases.push_back(make_ragged_case("ragged_odd" + suffix, {4, 5, 75}, is_exact, seed));
+    for (const int64_t page_size : {1, 16, 64}) {
+      cases.push_back(make_paged_case("paged" + std::to_string(page_size) + suffix, {11, 32, 128},
+                                      page_size, is_exact, seed));
+    }
+  }
+  cases.push_back(make_paged_case("no_rows", {0, 4, 128}, 16, true, seed));
+  return cases;
+}
+
+// Columns outside a row, and rows whose request does not exist, are unspecified.
+void normalise_logits(const TensorMap& inputs, const Json& params, TensorMap& outputs) {
+  const TensorView logits = outputs.find("logits");
+  if (!logits.defined()) return;
+  const auto value = [&](const char* name, int64_t t) -> int64_t {
+    return static_cast<const int32_t*>(inputs.find(name).data)[t];
+  };
+  const bool is_ragged = params.find("layout")->as_string() == "ragged";
+  for (int64_t t = 0; t < logits.shape[0]; ++t) {
+    int64_t length = 0;
+    if (is_ragged) {
+      const int64_t keys = inputs.find("k_fp8").shape[0];
+      length = std::clamp<int64_t>(value("k_end", t), 0, keys) -
+               std::clamp<int64_t>(value("k_start", t), 0, keys);
+    } else {
+      const int64_t request = value("row_to_request", t);
+      const bool exists = request >= 0 && request < inputs.find("page_table").shape[0];
+      length = exists ? value("row_len", t) : 0;
+    }
+    float* row = static_cast<float*>(logits.data) + t * logits.shape[1];
+    std::fill(row + std::clamp<int64_t>(length, 0, logits.shape[1]), row + logits.shape[1], 0.0f);
+  }
+}
+
+// One code step is 1/8 of the smallest value of a binade; where the largest element of a row moved
+// by a bf16 step, so did the scale.
+constexpr Tolerance kCodeTolerance{1e-6, 0.13, 5e-3};
+constexpr Tolerance kScaleTolerance{0, 1.01 / 128, 5e-3};
+
 }  // namespace
 
 void add_verify_index(std::vector<VerifyOperator>& list) {
+  list.push_back({"index_quantize",
+                  make_quantize_cases,
+                  {{"q_fp8", kCodeTolerance},
+                   {"k_fp8", kCodeTolerance},
+                   {"q_scale", kScaleTolerance},
+                   {"k_scale", kScaleTolerance},
+                   {"head_weight", kScaleTolerance}},
+                  normalise_quantize});
+  list.push_back(
+      {"index_logits", make_logits_cases, {{"logits", kFp32Tolerance}}, normalise_logits});
   list.push_back({"topk_select", make_topk_cases, {}, nullptr});
 }
 

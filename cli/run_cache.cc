@@ -1,0 +1,82 @@
+// fovea run: the operators of the room cache.
+
+#include "cli/run_bindings.h"
+#include "fovea/row_codec.h"
+
+namespace fovea::cli {
+namespace {
+
+RowFormat bind_row_format(OperatorCall& call) {
+  return call.choice<RowFormat>(
+      "row_format",
+      {{"bf16", RowFormat::kBf16}, {"v32", RowFormat::kV32}, {"i132", RowFormat::kI132}},
+      std::nullopt, {"v4", "r512", "f576"});
+}
+
+// Required where it changes bytes and the format has no default of its own: packing i132 rows.
+ScaleMode bind_scale_mode(OperatorCall& call, bool is_required) {
+  constexpr std::optional<ScaleMode> kNoDefault;
+  return call.choice<ScaleMode>("scale_mode",
+                                {{"fp32", ScaleMode::kFp32}, {"pow2", ScaleMode::kPow2}},
+                                is_required ? kNoDefault : ScaleMode::kFp32);
+}
+
+void refuse_later_fields(OperatorCall& call) {
+  call.later_tensor("inv_scale", "r512 rows");
+  call.later_param("k_scale", 1, "f576 rows");
+}
+
+bool is_bf16_pool(const OperatorCall& call, const RowCodecProblem& problem) {
+  return problem.row_format == RowFormat::kBf16 && call.dtype_of("pool") == DType::kBf16;
+}
+
+constexpr char kRowsPool[] = "bf16 [S, D]";
+constexpr char kBytePool[] = "u8 [pages, page_bytes]";
+
+}  // namespace
+
+void run_pack_rows(OperatorCall& call) {
+  refuse_later_fields(call);
+  RowCodecProblem problem;
+  problem.row_format = bind_row_format(call);
+  problem.scale_mode = bind_scale_mode(call, problem.row_format == RowFormat::kI132);
+  PackRowsTensors tensors;
+  tensors.src = call.in("src", "bf16 [N, D]");
+  tensors.slots = call.in("slots", "i32 [N]");
+  if (is_bf16_pool(call, problem)) {
+    call.integer("page_size", 0);  // a name of the table, without meaning here
+    tensors.pool = call.update("pool", kRowsPool);
+  } else {
+    problem.page_size = call.integer("page_size");
+    tensors.pool = call.update("pool", kBytePool);
+  }
+  problem.max_rows = call.extent("N");
+  problem.width = call.extent("D");
+  call.run<PackRows>(problem, tensors);
+}
+
+void run_unpack_rows(OperatorCall& call) {
+  refuse_later_fields(call);
+  RowCodecProblem problem;
+  problem.row_format = bind_row_format(call);
+  problem.scale_mode = bind_scale_mode(call, false);  // readers take the scale that is stored
+  UnpackRowsTensors tensors;
+  tensors.slots = call.in("slots", "i32 [N]");
+  if (is_bf16_pool(call, problem)) {
+    call.integer("page_size", 0);
+    tensors.pool = call.in("pool", kRowsPool);
+    problem.width = call.integer("width", call.extent("D"));
+  } else {
+    problem.page_size = call.integer("page_size");
+    tensors.pool = call.in("pool", kBytePool);
+    problem.width = problem.row_format == RowFormat::kBf16   ? call.integer("width")
+                    : problem.row_format == RowFormat::kI132 ? call.integer("width", 128)
+                                                             : call.integer("width", 576);
+  }
+  call.set_extent("width", problem.width, "params.width");
+  problem.max_rows = call.extent("N");
+  tensors.out = call.out("out", "bf16 [N, width]");
+  call.run<UnpackRows>(problem, tensors);
+}
+
+}  // namespace fovea::cli

@@ -1,0 +1,130 @@
+"""fovea run: pack_rows and unpack_rows, byte by byte."""
+
+import struct
+
+from support import CommandLineTest, Tensor, bf16_from_float
+
+
+def i32(*values):
+    return Tensor("I32", [len(values)], values)
+
+
+def floats(data):
+    return list(struct.unpack(f"<{len(data) // 4}f", bytes(data)))
+
+
+def source(*rows):
+    return Tensor("BF16", [len(rows), len(rows[0])], [value for row in rows for value in row])
+
+
+FILL = 0xAB
+
+
+def pool(pages, page_bytes):
+    return Tensor("U8", [pages, page_bytes], [FILL] * (pages * page_bytes))
+
+
+V32 = {"row_format": "v32", "page_size": 2}
+I132 = {"row_format": "i132", "page_size": 2, "scale_mode": "fp32"}
+
+
+class PackTest(CommandLineTest):
+    def pack(self, src, slots, into, params):
+        result, out = self.run_operator("pack_rows", {"src": src, "slots": i32(*slots), "pool": into}, params)
+        self.expect(result, 0)
+        self.assertEqual(set(out), {"pool"})
+        self.assertEqual((out["pool"].dtype, out["pool"].shape), (into.dtype, into.shape))
+        return list(out["pool"].values)
+
+    # Tile maxima 896, 900, 0 and 448; the rope part counts up.
+    V32_ROW = [896.0] + [0.0] * 127 + [900.0] + [448.0] * 127 + [0.0] * 128 + [448.0, 1.0] * 64 + [float(i) for i in range(64)]
+
+    def check_v32(self, scale_mode, scales, second_code):
+        got = self.pack(source(self.V32_ROW), [3], pool(2, 1320), V32 | scale_mode)
+        row = got[1320 + 656 : 1320 + 1312]
+        self.assertEqual(row[0], 0x7E if scales[0] == 2 else None)  # 448
+        self.assertEqual(row[128], second_code)
+        self.assertEqual(row[256:384], [0] * 128)
+        self.assertEqual(row[384:386], [0x7E, 0x38])  # 448 and 1
+        for found, expected in zip(floats(row[512:528]), scales):
+            self.assertAlmostEqual(found, expected, places=6)
+        self.assertEqual(bytes(row[528:]), struct.pack("<64H", *(bf16_from_float(float(i)) for i in range(64))))
+        untouched = got[: 1320 + 656] + got[1320 + 1312 :]
+        self.assertEqual(set(untouched), {FILL})
+
+    def test_v32_with_fp32_scales(self):
+        self.check_v32({}, [2, 900 / 448, 1, 1], 0x7E)
+
+    def test_v32_with_powers_of_two(self):
+        self.check_v32({"scale_mode": "pow2"}, [2, 4, 2**-13, 1], 0x76)  # 900 / 4 = 225 rounds to 224
+
+    def test_i132_keeps_values_first_and_scales_last(self):
+        got = self.pack(source([448.0] * 128, [-896.0] + [1.0] * 127), [1, 0], pool(1, 300), I132)
+        self.assertEqual(got[128:256], [0x7E] * 128)
+        self.assertEqual((got[0], got[1]), (0xFE, 0x30))  # -448, 0.5
+        self.assertEqual(floats(got[256:264]), [2.0, 1.0])
+        self.assertEqual(set(got[264:]), {FILL})
+
+    def test_bf16_rows_in_bytes_and_as_values(self):
+        src = source([1.5, -2.0], [3.0, 4.0], [5.0, 6.0])
+        got = self.pack(src, [2, -1, 0], pool(2, 9), {"row_format": "bf16", "page_size": 2})
+        self.assertEqual(struct.unpack("<2H", bytes(got[9:13])), (bf16_from_float(1.5), bf16_from_float(-2.0)))
+        self.assertEqual(struct.unpack("<2H", bytes(got[0:4])), (bf16_from_float(5.0), bf16_from_float(6.0)))
+        values = Tensor("BF16", [3, 2], [0.5] * 6)
+        self.assertEqual(self.pack(src, [2, -1, 3], values, {"row_format": "bf16"}), [0.5, 0.5, 0.5, 0.5, 1.5, -2.0])
+
+    def test_slots_outside_the_pool_write_nothing(self):
+        got = self.pack(source([1.0] * 128), [2147483647], pool(2, 264), I132)
+        self.assertEqual(set(got), {FILL})
+
+    def test_no_rows(self):
+        self.assertEqual(set(self.pack(Tensor("BF16", [0, 128]), [], pool(1, 264), I132)), {FILL})
+
+    def test_what_is_refused(self):
+        good = {"src": source([1.0] * 128), "slots": i32(0), "pool": pool(1, 264)}
+        self.expect_refused("pack_rows", good, {}, "row_format is missing")
+        self.expect_refused("pack_rows", good, {"row_format": "i132", "page_size": 2}, "scale_mode is missing")
+        self.expect_refused("pack_rows", good, I132 | {"scale_mode": "fp16"}, "scale_mode", "pow2")
+        self.expect_refused("pack_rows", good, {"row_format": "i132", "scale_mode": "fp32"}, "page_size is missing")
+        for page_size in (0, -1, 257, 1 << 62):
+            self.expect_refused("pack_rows", good, I132 | {"page_size": page_size}, "page_size")
+        self.expect_refused("pack_rows", good, I132 | {"page_size": 3}, "pool", "396")
+        self.expect_refused("pack_rows", good, V32, "width", "576")
+        self.expect_refused("pack_rows", good | {"slots": i32(0, 1)}, I132, "slots", "N = 1")
+        self.expect_refused("pack_rows", good | {"src": Tensor("F32", [1, 128])}, I132, "src = f32")
+        for row_format in ("v4", "r512", "f576"):
+            self.expect_refused("pack_rows", good, I132 | {"row_format": row_format}, "unsupported", row_format)
+        self.expect_refused("pack_rows", good | {"inv_scale": Tensor("F32", [2, 1])}, I132, "unsupported", "inv_scale")
+        self.expect_refused("pack_rows", good, I132 | {"k_scale": 0.5}, "unsupported", "k_scale")
+
+
+class UnpackTest(CommandLineTest):
+    def unpack(self, from_pool, slots, params):
+        result, out = self.run_operator("unpack_rows", {"pool": from_pool, "slots": i32(*slots)}, params)
+        self.expect(result, 0)
+        self.assertEqual(set(out), {"out"})
+        width = out["out"].shape[1]
+        values = list(out["out"].values)
+        return [values[i * width : (i + 1) * width] for i in range(len(slots))]
+
+    def test_i132(self):
+        page = [0x38] * 128 + [0xB8] * 128 + list(struct.pack("<2f", 3.0, 0.5)) + [FILL]
+        rows = self.unpack(Tensor("U8", [1, 265], page), [1, 0, -1, 2, 1], I132)
+        self.assertEqual([set(row) for row in rows], [{-0.5}, {3.0}, {0.0}, {0.0}, {-0.5}])
+        params = {"row_format": "i132", "page_size": 2}  # readers need no scale mode
+        self.assertEqual(set(self.unpack(Tensor("U8", [1, 265], page), [0], params)[0]), {3.0})
+
+    def test_bf16(self):
+        values = Tensor("BF16", [2, 3], [1, 2, 3, 4, 5, 6])
+        self.assertEqual(self.unpack(values, [1, 7, 0], {"row_format": "bf16"}), [[4, 5, 6], [0, 0, 0], [1, 2, 3]])
+        packed = Tensor("U8", [1, 12], values.to_bytes())
+        params = {"row_format": "bf16", "page_size": 2, "width": 3}
+        self.assertEqual(self.unpack(packed, [1], params), [[4, 5, 6]])
+
+    def test_what_is_refused(self):
+        good = {"pool": pool(1, 1312), "slots": i32(0)}
+        self.expect_refused("unpack_rows", good, {"row_format": "bf16", "page_size": 2}, "width is missing")
+        self.expect_refused("unpack_rows", good, V32 | {"width": 512}, "width", "576")
+        self.expect_refused("unpack_rows", good, V32 | {"width": -1}, "width")
+        self.expect_refused("unpack_rows", good, V32 | {"page_size": 3}, "pool", "1968")
+        self.expect_refused("unpack_rows", good | {"src": Tensor("U8", [1])}, V32, "unknown tensor 'src'")
