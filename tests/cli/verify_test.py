@@ -1,8 +1,11 @@
 """fovea verify: passes here, and finds what is wrong."""
 
 import json
+import pathlib
 
 from support import CommandLineTest
+
+GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden"
 
 
 
@@ -19,6 +22,7 @@ class VerifyTest(CommandLineTest):
         for row in results:
             self.assertEqual(row["mismatches"], [])
             self.assertEqual(row["available"], row["generated"] > 0, row)
+            self.assertEqual(row["available"], row["golden"] > 0, row)
 
     def test_unknown_operators_are_usage_errors(self):
         self.expect(self.fovea("verify", "no_such_op"), 2, "unknown operator 'no_such_op'")
@@ -30,3 +34,33 @@ class VerifyTest(CommandLineTest):
         first = self.fovea("verify", "merge_lse", "--json", "--seed", 1).stdout
         other = self.fovea("verify", "merge_lse", "--json", "--seed", 2).stdout
         self.assertNotEqual(first, other)
+
+    def tampered(self, name, position_from_end):
+        """A folder with one golden file in which one byte of an expected output is another."""
+        blob = bytearray((GOLDEN / name).read_bytes())
+        blob[-position_from_end] ^= 0x10
+        folder = self.folder / "golden"
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_bytes(blob)
+        return folder
+
+    def test_a_wrong_result_is_a_mismatch_with_its_place(self):
+        folder = self.tampered("topk_select-random.safetensors", 4)
+        result = self.fovea("verify", "topk_select", "--golden", folder)
+        self.expect(result, 1, "MISMATCH", "topk_select-random", "indices 1 of 512 elements differ", "[3, 127]")
+        result = self.fovea("verify", "topk_select", "--golden", folder, "--json")
+        self.expect(result, 1)
+        self.assertFalse(json.loads(result.stdout)["ok"])
+
+    def test_a_wrong_byte_of_a_pool_is_a_mismatch(self):
+        folder = self.tampered("pack_rows-v32-fp32.safetensors", 300)
+        self.expect(self.fovea("verify", "pack_rows", "--golden", folder), 1, "MISMATCH", "pool 1 of")
+
+    def test_unreadable_golden_files_are_failures(self):
+        folder = self.folder / "golden"
+        folder.mkdir()
+        (folder / "merge_lse-x.safetensors").write_bytes(b"nonsense")
+        self.expect(self.fovea("verify", "merge_lse", "--golden", folder), 3, "merge_lse-x.safetensors")
+
+    def test_golden_files_stay_small(self):
+        self.assertLess(sum(path.stat().st_size for path in GOLDEN.iterdir()), 1_000_000)

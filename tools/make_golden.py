@@ -1,0 +1,588 @@
+#!/usr/bin/env python3
+"""Writes tests/golden/*.safetensors: inputs, parameters and expected outputs of every operator.
+
+Independent of the library: numpy and the formulas of the operator pages in docs/, in float64. Needs numpy; the files are
+committed, so that nobody else does. `fovea verify` compares every implementation with them.
+
+tools/make_golden.py [folder]
+"""
+
+import json
+import pathlib
+import struct
+import sys
+
+import numpy as np
+
+INF = np.inf
+
+
+# ---- number formats -------------------------------------------------------------------------------------------------
+def bf16_bits(values):
+    """Nearest bf16, ties to even; NaN becomes 0x7FC0."""
+    bits = np.asarray(values, np.float32).view(np.uint32).astype(np.uint64)
+    rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
+
+
+def bf16_values(bits):
+    return (np.asarray(bits, np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def round_bf16(values):
+    return bf16_values(bf16_bits(np.asarray(values, np.float32))).astype(np.float64)
+
+
+def e4m3_table():
+    """Values of the codes 0..126: bias 7, 3 mantissa bits, subnormals in units of 2^-9."""
+    codes = np.arange(127)
+    exponent, mantissa = codes >> 3, codes & 7
+    return np.where(exponent == 0, mantissa * 2.0**-9, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+
+
+E4M3 = e4m3_table()
+
+
+def e4m3_codes(values):
+    """Nearest code, ties to the even one, saturating; NaN becomes 0x7F."""
+    values = np.asarray(values, np.float64)
+    size = np.minimum(np.abs(np.nan_to_num(values, posinf=448, neginf=448)), 448)
+    upper = np.clip(np.searchsorted(E4M3, size), 1, 126)
+    below, above = size - E4M3[upper - 1], E4M3[upper] - size
+    code = np.where((above < below) | ((above == below) & (upper % 2 == 0)), upper, upper - 1)
+    code = np.where(np.signbit(values), code | 0x80, code)
+    return np.where(np.isnan(values), 0x7F, code).astype(np.uint8)
+
+
+def e4m3_values(codes):
+    codes = np.asarray(codes, np.uint8)
+    size = np.append(E4M3, np.nan)[codes & 0x7F]
+    return np.where(codes & 0x80, -size, size)
+
+
+def tile_scale(tile, mode, floor, zero):
+    """fp32 scale of a tile of bf16 values; `floor` bounds amax / 448 (None: unbounded), `zero` is the scale of amax 0."""
+    finite = np.abs(tile[np.isfinite(tile)])
+    amax = np.float32(finite.max() if finite.size else 0)
+    if amax == 0 and zero is not None:
+        return np.float32(zero)
+    ratio = np.float32(amax / np.float32(448))
+    if floor is not None:
+        ratio = max(ratio, np.float32(floor))
+    if mode == "fp32":
+        return ratio
+    mantissa, exponent = np.frexp(ratio)  # ratio = mantissa * 2^exponent, mantissa in [0.5, 1)
+    return np.float32(2.0 ** (exponent - 1 if mantissa == 0.5 else exponent))
+
+
+def quantise(tile, scale):
+    with np.errstate(invalid="ignore"):
+        return e4m3_codes(tile.astype(np.float32) / scale)
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+class Bf16:
+    """Values to be stored as bf16; they are rounded once, here."""
+
+    def __init__(self, values):
+        self.bits = bf16_bits(values)
+        self.values = bf16_values(self.bits).astype(np.float64)
+
+    @staticmethod
+    def of_bits(bits):
+        tensor = Bf16.__new__(Bf16)
+        tensor.bits, tensor.values = bits, bf16_values(bits).astype(np.float64)
+        return tensor
+
+
+NAMES = {np.dtype(np.uint8): "U8", np.dtype(np.int32): "I32", np.dtype(np.float32): "F32"}
+
+
+def write(folder, op, case, params, inputs, expected):
+    header = {"__metadata__": {"operator": op, "params": json.dumps(params)}}
+    data = b""
+    for name, tensor in list(inputs.items()) + [("expected." + name, tensor) for name, tensor in expected.items()]:
+        dtype, array = ("BF16", tensor.bits) if isinstance(tensor, Bf16) else (NAMES[tensor.dtype], tensor)
+        blob = np.ascontiguousarray(array).tobytes()
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [len(data), len(data) + len(blob)]}
+        data += blob
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    (folder / f"{op}-{case}.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def i32(values):
+    return np.asarray(values, np.int32)
+
+
+# ---- cache ----------------------------------------------------------------------------------------------------------
+def pack_row(fmt, row, mode):
+    """Bytes of one row: (bytes at the row's place, bytes of its scale at the end of the page)."""
+    if fmt == "bf16":
+        return bf16_bits(row).tobytes(), b""
+    if fmt == "i132":
+        scale = tile_scale(row, mode, 1e-4 / 448, None)
+        return quantise(row, scale).tobytes(), np.float32(scale).tobytes()
+    codes, scales = b"", b""
+    for tile in row[:512].reshape(4, 128):
+        scale = tile_scale(tile, mode, None if mode == "fp32" else 1e-4, 1.0 if mode == "fp32" else 2.0**-13)
+        codes += quantise(tile, scale).tobytes()
+        scales += np.float32(scale).tobytes()
+    return codes + scales + bf16_bits(row[512:]).tobytes(), b""
+
+
+def place(fmt, width, page_size, offset):
+    """Byte positions in a page of a row's main part and of its scale."""
+    if fmt == "i132":
+        return offset * width, page_size * width + 4 * offset
+    return offset * {"bf16": 2 * width, "v32": 656}[fmt], None
+
+
+def pack_rows(fmt, src, slots, pool, page_size, mode):
+    out = pool.copy()
+    for row, slot in zip(src, slots):
+        if not 0 <= slot < len(pool) * page_size:
+            continue
+        page = out[slot // page_size]
+        main, scale = pack_row(fmt, row, mode)
+        begin, scale_begin = place(fmt, len(row), page_size, slot % page_size)
+        page[begin : begin + len(main)] = np.frombuffer(main, np.uint8)
+        if scale:
+            page[scale_begin : scale_begin + 4] = np.frombuffer(scale, np.uint8)
+    return out
+
+
+def unpack_row(fmt, width, pool, page_size, slot):
+    """Values of a stored row as bf16, float64; the product code * scale in fp32, rounded once."""
+    page = pool[slot // page_size]
+    begin, scale_begin = place(fmt, width, page_size, slot % page_size)
+    if fmt == "bf16":
+        return bf16_values(page[begin : begin + 2 * width].copy().view(np.uint16)).astype(np.float64)
+    if fmt == "i132":
+        scale = page[scale_begin : scale_begin + 4].copy().view(np.float32)[0]
+        return round_bf16(e4m3_values(page[begin : begin + width]).astype(np.float32) * scale)
+    row = page[begin : begin + 656].copy()
+    scales = np.repeat(row[512:528].view(np.float32), 128)
+    latent = round_bf16(e4m3_values(row[:512]).astype(np.float32) * scales)
+    return np.concatenate([latent, bf16_values(row[528:].view(np.uint16)).astype(np.float64)])
+
+
+def cache_cases(folder, rng):
+    for fmt, width, row_bytes in (("bf16", 40, 80), ("v32", 576, 656), ("i132", 128, 132)):
+        for mode in ("fp32", "pow2") if fmt != "bf16" else ("fp32",):
+            values = rng.normal(size=(6, width)) * np.exp2(rng.integers(-12, 12, size=(6, 1)))
+            values[1] = 0
+            values[2, 0] = 900
+            values[3, :3] = [np.nan, INF, -INF]
+            values[4] *= 1e-30
+            src = Bf16(values)
+            slots = i32([7, 0, 5, 3, 2, 100])
+            pool = rng.integers(0, 256, size=(3, 3 * row_bytes + 5)).astype(np.uint8)
+            params = {"row_format": fmt, "page_size": 3, "scale_mode": mode}
+            packed = pack_rows(fmt, src.values, slots, pool, 3, mode)
+            write(folder, "pack_rows", f"{fmt}-{mode}", params, {"src": src, "slots": slots, "pool": pool}, {"pool": packed})
+            slots = i32([5, -1, 7, 5, 9, 0, 2])
+            rows = [unpack_row(fmt, width, packed, 3, s) if 0 <= s < 9 else np.zeros(width) for s in slots]
+            params = {"row_format": fmt, "page_size": 3, "width": width}
+            write(folder, "unpack_rows", f"{fmt}-{mode}", params, {"pool": packed, "slots": slots}, {"out": Bf16(np.array(rows))})
+
+
+# ---- batch ----------------------------------------------------------------------------------------------------------
+def schedule_of(lengths, workers):
+    segments = [(row, s) for row, length in enumerate(lengths) for s in range((max(length, 0) + 255) // 256)]
+    quotient, rest = divmod(len(segments), workers)
+    starts = [i * quotient + max(0, i - (workers - rest)) for i in range(workers)]
+    return i32([segments[s] if segments else (0, 0) for s in starts] + [(len(lengths), 0)])
+
+
+def cumulative(values):
+    return i32(np.concatenate([[0], np.cumsum(values)]))
+
+
+def metadata(mode, seq_len, ext, pool_row, table, page_size, topk, rows_per_request, padded, transform, workers):
+    """Section by section as the definitions read; ext: rows of each request."""
+    lengths = [length + (rows_per_request if mode == "target_verify" else 0) for length in seq_len]
+    rows = [(r, lengths[r] - ext[r] + 1 + i) for r in range(len(ext)) for i in range(ext[r])]
+    width = max([0] + [-(-length // page_size) for length in lengths])
+    page_table = np.zeros((len(ext), width), np.int32)
+    for r, length in enumerate(lengths):
+        for j in range(-(-length // page_size)):
+            page_table[r, j] = table[pool_row[r], j * page_size] // page_size
+    total = max(padded, len(rows))
+    topk_length = [min(max(length, 0), topk) for _, length in rows] + [0] * (total - len(rows))
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(int)
+    extend = mode in ("extend", "mixed")
+    fields = {
+        "kv_len": i32(lengths), "kv_indptr": cumulative(lengths), "max_kv_len": i32([max(lengths, default=0)]),
+        "q_indptr": cumulative(ext), "max_q_len": i32([max(ext, default=1 if extend else 0)]), "page_table": page_table,
+        "row_to_request": i32([r for r, _ in rows] + [-1] * (total - len(rows))), "row_len": i32([n for _, n in rows]),
+        "topk_length": i32(topk_length), "topk_indptr": cumulative(topk_length), "ext_len": i32(ext),
+    }  # fmt: skip
+    if extend:
+        fields["k_start"] = i32([starts[r] for r, _ in rows])
+        fields["k_end"] = i32([starts[r] + n for r, n in rows])
+        if transform == "ragged":
+            fields["row_offset"] = fields["k_start"]
+    else:
+        fields["schedule"] = schedule_of([n for _, n in rows], workers)
+    return fields
+
+
+def batch_cases(folder, rng):
+    page_size, width, requests = 4, 48, 5
+    pages = rng.permutation(200)[: 7 * width // page_size].reshape(7, -1)
+    table = i32((pages[:, :, None] * page_size + np.arange(page_size)).reshape(7, width))
+    for mode in ("extend", "mixed", "decode", "idle", "target_verify", "draft_extend", "draft_extend_v2"):
+        seq_len = rng.integers(5, width - 4, size=requests)
+        pool_row = rng.permutation(7)[:requests]
+        fixed = {"decode": 1, "idle": 1, "target_verify": 3, "draft_extend_v2": 3}.get(mode)
+        ext = [fixed] * requests if fixed else [int(n) for n in rng.integers(0, 5, size=requests)]
+        transform = "ragged" if mode == "extend" else "paged"
+        padded = sum(ext) + 3
+        params = {"mode": mode, "topk": 12, "page_size": page_size, "padded_rows": padded, "transform": transform, "workers": 6}
+        inputs = {"seq_len": i32(seq_len), "pool_row": i32(pool_row), "req_to_token": table}
+        if mode in ("target_verify", "draft_extend_v2"):
+            params["rows_per_request"] = 3
+        if fixed is None:
+            inputs["ext_len"] = i32(ext)
+        expected = metadata(mode, [int(n) for n in seq_len], ext, pool_row, table, page_size, 12, 3, padded, transform, 6)
+        write(folder, "metadata_refresh", mode, params, inputs, expected)
+    for case, lengths, workers in (("example", [1000, 300, 700], 4), ("mixed", [0, 5000, -3, 1, 256, 257, 0], 5), ("empty", [0, 0], 3)):
+        expected = {"schedule": schedule_of(lengths, workers)}
+        write(folder, "paged_schedule", case, {"workers": workers}, {"row_len": i32(lengths)}, expected)
+
+
+# ---- index ----------------------------------------------------------------------------------------------------------
+def rope(rows, cos_sin, style):
+    """First channels of [..., Di] rotated by the angle row of the same token; fp64, rounded to bf16."""
+    half = cos_sin.shape[-1] // 2
+    cosine, sine = cos_sin[..., :half].astype(np.float64), cos_sin[..., half:].astype(np.float64)
+    first = slice(0, half) if style == "half_split" else slice(0, 2 * half, 2)
+    second = slice(half, 2 * half) if style == "half_split" else slice(1, 2 * half, 2)
+    out = rows.copy()
+    out[..., first] = round_bf16(rows[..., first] * cosine - rows[..., second] * sine)
+    out[..., second] = round_bf16(rows[..., second] * cosine + rows[..., first] * sine)
+    return out
+
+
+def hadamard(dim):
+    matrix = np.ones((1, 1))
+    while len(matrix) < dim:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix / np.sqrt(dim)
+
+
+def quantise_index_rows(rows, mode):
+    scales = np.array([tile_scale(row, mode, 1e-4 / 448, None) for row in rows.reshape(-1, rows.shape[-1])], np.float32)
+    codes = np.array([quantise(row, scale) for row, scale in zip(rows.reshape(-1, rows.shape[-1]), scales)])
+    return codes.reshape(rows.shape), scales.reshape(rows.shape[:-1])
+
+
+def quantize_case(folder, rng, case, style, mode, rotate):
+    rows, heads, dim, rope_dim, max_pos = 4, 6, 128, 64, 30
+    q, k = Bf16(rng.normal(size=(rows, heads, dim))), Bf16(rng.normal(size=(rows, dim)) + 0.5)
+    weight, bias = rng.normal(size=dim).astype(np.float32), rng.normal(size=dim).astype(np.float32)
+    gate = rng.normal(size=(rows, heads)).astype(np.float32)
+    positions = i32([0, 17, 29, 3])
+    angles = np.arange(max_pos)[:, None] * 10000.0 ** (-np.arange(rope_dim // 2) / (rope_dim // 2))
+    cos_sin = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+    centred = k.values - k.values.mean(axis=1, keepdims=True)
+    variance = (centred**2).mean(axis=1, keepdims=True)
+    normed = round_bf16(centred / np.sqrt(variance + 1e-6) * weight.astype(np.float64) + bias.astype(np.float64))
+    angle = cos_sin[positions]
+    new_q, new_k = rope(q.values, angle[:, None, :], style), rope(normed, angle, style)
+    if rotate:
+        new_q, new_k = round_bf16(new_q @ hadamard(dim)), round_bf16(new_k @ hadamard(dim))
+    q_fp8, q_scale = quantise_index_rows(new_q, mode)
+    k_fp8, k_scale = quantise_index_rows(new_k, mode)
+    head_weight = (gate.astype(np.float64) / np.sqrt(heads * dim) * q_scale).astype(np.float32)
+    inputs = {"q": q, "k": k, "norm_weight": weight, "norm_bias": bias, "head_gate": gate, "positions": positions, "cos_sin": cos_sin}
+    expected = {"q_fp8": q_fp8, "q_scale": q_scale, "k_fp8": k_fp8, "k_scale": k_scale, "head_weight": head_weight}
+    write(folder, "index_quantize", case, {"rope_style": style, "scale_mode": mode, "hadamard": rotate}, inputs, expected)
+
+
+def logits_row(q_codes, weights, k_codes, k_scales):
+    scores = e4m3_values(q_codes) @ e4m3_values(k_codes).T
+    return k_scales.astype(np.float64) * (weights.astype(np.float64) @ np.maximum(scores, 0))
+
+
+def index_codes(rng, shape, exact):
+    """Exact: small integers, so that no sum rounds in fp32 and selections have one right answer."""
+    return e4m3_codes(rng.integers(-2, 3, size=shape) if exact else rng.normal(size=shape))
+
+
+def index_scales(rng, shape, exact):
+    return np.exp2(rng.integers(-2, 3, size=shape)).astype(np.float32) if exact else rng.uniform(0.1, 2, shape).astype(np.float32)
+
+
+def topk_row(logits, length, start, topk):
+    """Ascending positions of the largest logits; -0 equals +0, NaN below -inf, ties to the smaller position."""
+    start = max(start, 0)
+    window = logits[start : start + max(length, 0)].astype(np.float64)
+    if len(window) > topk:
+        nan = np.isnan(window)
+        order = np.lexsort((np.arange(len(window)), -np.where(nan, -INF, window), nan))
+        positions = np.sort(order[:topk])
+    else:
+        positions = np.arange(len(window))
+    return np.concatenate([positions, np.full(topk - len(positions), -1)]).astype(np.int64)
+
+
+def transformed(positions, transform, table, request, page_size, offset):
+    if transform == "local":
+        return positions
+    if transform == "ragged":
+        return np.where(positions < 0, -1, positions + offset)
+    if not 0 <= request < len(table):
+        return np.full(len(positions), -1)
+    out = np.full(len(positions), -1)
+    for i, p in enumerate(positions):
+        if 0 <= p < table.shape[1] * page_size and table[request, p // page_size] >= 0:
+            out[i] = table[request, p // page_size] * page_size + p % page_size
+    return out
+
+
+def paged_inputs(rng, rows, heads, dim, page_size, exact):
+    pages, requests, max_pages = 20, 3, 7
+    pool = rng.integers(0, 256, size=(pages, page_size * (dim + 4) + 12)).astype(np.uint8)
+    for page in pool:
+        page[: page_size * dim] = index_codes(rng, page_size * dim, exact)
+        page[page_size * dim : page_size * (dim + 4)] = index_scales(rng, page_size, exact).view(np.uint8)
+    table = i32(rng.integers(0, pages, size=(requests, max_pages)))
+    table[1, 2], table[2, 0] = -1, pages
+    weights = index_scales(rng, (rows, heads), exact) * np.where(rng.random((rows, heads)) < 0.3, -1, 1).astype(np.float32)
+    return {
+        "q_fp8": index_codes(rng, (rows, heads, dim), exact), "head_weight": weights, "index_pool": pool, "page_table": table,
+        "row_to_request": i32(rng.integers(0, requests, size=rows)),
+        "row_len": i32(rng.integers(0, max_pages * page_size + 1, size=rows)),
+    }  # fmt: skip
+
+
+def paged_logits(inputs, t, page_size, dim):
+    pool, table = inputs["index_pool"], inputs["page_table"]
+    request, length = inputs["row_to_request"][t], max(inputs["row_len"][t], 0)
+    row = np.full(length, -INF)
+    for p in range(length):
+        page = table[request, p // page_size]
+        if 0 <= page < len(pool):
+            j = p % page_size
+            codes = pool[page, j * dim : (j + 1) * dim]
+            scale = pool[page, page_size * dim + 4 * j : page_size * dim + 4 * j + 4].copy().view(np.float32)
+            row[p] = logits_row(inputs["q_fp8"][t], inputs["head_weight"][t], codes[None], scale)[0]
+    return row
+
+
+def padded(rows):
+    width = max([0] + [len(row) for row in rows])
+    out = np.zeros((len(rows), width), np.float32)
+    for t, row in enumerate(rows):
+        out[t, : len(row)] = row
+    return out
+
+
+def ragged_inputs(rng, rows, heads, dim, exact):
+    keys = 90
+    weights = index_scales(rng, (rows, heads), exact) * np.where(rng.random((rows, heads)) < 0.3, -1, 1).astype(np.float32)
+    return {
+        "q_fp8": index_codes(rng, (rows, heads, dim), exact), "head_weight": weights,
+        "k_fp8": index_codes(rng, (keys, dim), exact), "k_scale": index_scales(rng, keys, exact),
+        "k_start": i32(rng.integers(-5, 40, size=rows)), "k_end": i32(rng.integers(30, keys + 20, size=rows)),
+    }  # fmt: skip
+
+
+def ragged_logits(inputs, t):
+    keys = len(inputs["k_fp8"])
+    begin, end = (int(np.clip(inputs[name][t], 0, keys)) for name in ("k_start", "k_end"))
+    return logits_row(inputs["q_fp8"][t], inputs["head_weight"][t], inputs["k_fp8"][begin:end], inputs["k_scale"][begin:end])
+
+
+def logits_cases(folder, rng):
+    for exact in (True, False):
+        suffix = "exact" if exact else "random"
+        inputs = ragged_inputs(rng, 5, 8, 64, exact)
+        expected = {"logits": padded([ragged_logits(inputs, t) for t in range(5)])}
+        write(folder, "index_logits", f"ragged-{suffix}", {"layout": "ragged"}, inputs, expected)
+        inputs = paged_inputs(rng, 6, 8, 64, 5, exact)
+        expected = {"logits": padded([paged_logits(inputs, t, 5, 64) for t in range(6)])}
+        write(folder, "index_logits", f"paged-{suffix}", {"layout": "paged", "page_size": 5}, inputs, expected)
+
+
+def select_cases(folder, rng):
+    inputs = ragged_inputs(rng, 6, 8, 64, True) | {"row_offset": i32(rng.integers(0, 1000, size=6))}
+    params = {"layout": "ragged", "topk": 20, "transform": "ragged"}
+    rows = [ragged_logits(inputs, t).astype(np.float32) for t in range(6)]
+    indices = [transformed(topk_row(row, len(row), 0, 20), "ragged", None, 0, 0, inputs["row_offset"][t]) for t, row in enumerate(rows)]
+    write(folder, "index_select", "ragged", params, inputs, {"indices": i32(indices)})
+    for transform in ("local", "paged"):
+        inputs = paged_inputs(rng, 7, 8, 64, 5, True)
+        params = {"layout": "paged", "page_size": 5, "topk": 9, "transform": transform}
+        rows = [paged_logits(inputs, t, 5, 64).astype(np.float32) for t in range(7)]
+        indices = [
+            transformed(topk_row(row, len(row), 0, 9), transform, inputs["page_table"], inputs["row_to_request"][t], 5, 0)
+            for t, row in enumerate(rows)
+        ]
+        write(folder, "index_select", f"paged-{transform}", params, inputs, {"indices": i32(indices)})
+
+
+def topk_cases(folder, rng):
+    # Few winners above a plateau of zeros of both signs: the boundary lies inside the plateau.
+    plateau = np.zeros((1, 8320), np.float32)
+    plateau[0, ::2] = -0.0
+    plateau[0, np.arange(100) * 83] = 1 + np.arange(100)
+    cases = [("plateau", plateau, [8320], [0], 2048)]
+    special = rng.choice([INF, -INF, np.nan, 0.0, -0.0, 1e38, -3.5, 2.5], size=(6, 300)).astype(np.float32)
+    cases.append(("special", special, [300, 40, 0, -5, 500, 64], [0, 7, 0, 0, 250, -3], 64))
+    cases.append(("random", rng.normal(size=(4, 700)).astype(np.float32), [700, 699, 128, 1], [0, 1, 0, 699], 128))
+    for case, logits, lengths, starts, topk in cases:
+        indices = i32([topk_row(logits[t], lengths[t], starts[t], topk) for t in range(len(lengths))])
+        inputs = {"logits": logits, "row_len": i32(lengths), "row_start": i32(starts)}
+        write(folder, "topk_select", case, {"topk": topk}, inputs, {"indices": indices})
+    logits = rng.normal(size=(5, 100)).astype(np.float32)
+    lengths, table = [100, 60, 10, 33, 90], i32(rng.integers(0, 50, size=(3, 12)))
+    table[1, 3] = -1
+    requests, offsets = i32([0, 1, 2, 5, -1]), i32(rng.integers(0, 1000, size=5))
+    for transform in ("paged", "ragged"):
+        rows = [topk_row(logits[t], lengths[t], 0, 16) for t in range(5)]
+        indices = [transformed(rows[t], transform, table, requests[t], 8, offsets[t]) for t in range(5)]
+        inputs = {"logits": logits, "row_len": i32(lengths)}
+        inputs |= {"page_table": table, "row_to_request": requests} if transform == "paged" else {"row_offset": offsets}
+        params = {"topk": 16, "transform": transform} | ({"page_size": 8} if transform == "paged" else {})
+        write(folder, "topk_select", transform, params, inputs, {"indices": i32(indices)})
+
+
+def index_cases(folder, rng):
+    quantize_case(folder, rng, "half_split-fp32", "half_split", "fp32", False)
+    quantize_case(folder, rng, "interleaved-pow2", "interleaved", "pow2", False)
+    quantize_case(folder, rng, "hadamard-pow2", "half_split", "pow2", True)
+    logits_cases(folder, rng)
+    select_cases(folder, rng)
+    topk_cases(folder, rng)
+
+
+# ---- mla ------------------------------------------------------------------------------------------------------------
+def sink_factor(sink, lse):
+    with np.errstate(over="ignore", invalid="ignore"):  # -inf minus -inf: an empty row, masked by the caller
+        return 1 / (1 + np.exp(sink - lse))
+
+
+def attend(q, keys, values, scale, cap, sink, empty):
+    """One row and head over a list of visible keys: out, lse, max_logits."""
+    if len(keys) == 0:
+        return np.zeros(values.shape[1]), empty, -INF
+    s = np.float64(np.float32(scale)) * (keys @ q)
+    if cap > 0:
+        s = cap * np.tanh(s / cap)
+    top = s.max()
+    lse = top + np.log(np.exp(s - top).sum())
+    out = np.exp(s - lse) @ values
+    return out * (1 if sink is None else sink_factor(np.float64(sink), lse)), lse, top
+
+
+def visible(indices, length, rows):
+    width = len(indices) if length is None else int(np.clip(length, 0, len(indices)))
+    listed = [rows[i] for i in indices[:width] if 0 <= i < len(rows)]
+    return np.array(listed).reshape(len(listed), rows.shape[1])
+
+
+def sparse(q, segments, scale, cap=0.0, sink=None, empty=-INF):
+    """segments: (indices [T, K], lengths or None, decoded rows [S, Dqk])."""
+    tokens, heads, _ = q.shape
+    out, lse, top = np.zeros((tokens, heads, 512)), np.zeros((tokens, heads)), np.zeros((tokens, heads))
+    for t in range(tokens):
+        keys = np.concatenate([visible(i[t], None if n is None else n[t], rows) for i, n, rows in segments])
+        for h in range(heads):
+            head_sink = None if sink is None else sink[h]
+            out[t, h], lse[t, h], top[t, h] = attend(q[t, h], keys, keys[:, :512], scale, cap, head_sink, empty)
+    return {"out": Bf16(out), "lse": lse.astype(np.float32), "max_logits": top.astype(np.float32)}
+
+
+def v32_pool(rng, pages, page_size):
+    rows = rng.normal(size=(pages * page_size, 576)) * 0.5
+    pool = np.full((pages, page_size * 656 + 16), 0x7F, np.uint8)
+    pool = pack_rows("v32", Bf16(rows).values, range(len(rows)), pool, page_size, "fp32")
+    return pool, np.array([unpack_row("v32", 576, pool, page_size, s) for s in range(len(rows))])
+
+
+def sparse_cases(folder, rng):
+    q, kv = Bf16(rng.normal(size=(4, 3, 576)) * 0.5), Bf16(rng.normal(size=(40, 576)) * 0.5)
+    indices = i32(rng.integers(0, 40, size=(4, 70)))
+    indices[0, ::3], indices[1, :], indices[2, 5] = -1, [-1, 40, 2147483647, -2147483648] * 17 + [41, -5], 1 << 30
+    indices[3, 1] = indices[3, 0]
+    inputs = {"q": q, "kv": kv, "indices": indices}
+    scale = 0.1352338
+    expected = sparse(q.values, [(indices, None, kv.values)], scale)
+    write(folder, "sparse_mla", "bf16", {"softmax_scale": scale}, inputs, expected)
+    expected = sparse(q.values, [(indices, None, kv.values)], scale, cap=1.5, empty=INF)
+    params = {"softmax_scale": scale, "logit_cap": 1.5, "empty_lse": "pos_inf", "fixed_splits": 2}
+    write(folder, "sparse_mla", "cap", params, inputs, expected)
+    pool, rows = v32_pool(rng, 3, 7)
+    extra, extra_rows = v32_pool(rng, 4, 2)
+    q = Bf16(rng.normal(size=(4, 5, 576)) * 0.5)
+    indices, lengths = i32(rng.integers(-2, 23, size=(4, 66))), i32([66, 10, 0, -4])
+    extra_indices, extra_lengths = i32(rng.integers(-1, 9, size=(4, 5))), i32([5, 100, 2, 0])
+    sink = np.array([0.5, INF, -INF, 1e38, -3], np.float32)
+    inputs = {"q": q, "kv": pool, "indices": indices, "topk_length": lengths, "sink": sink, "extra_kv": extra,
+              "extra_indices": extra_indices, "extra_topk_length": extra_lengths}  # fmt: skip
+    params = {"softmax_scale": scale, "row_format": "v32", "page_size": 7, "extra_page_size": 2}
+    expected = sparse(q.values, [(indices, lengths, rows), (extra_indices, extra_lengths, extra_rows)], scale, sink=sink)
+    write(folder, "sparse_mla", "v32-two-segments", params, inputs, expected)
+    # Width 512, a bf16 pool of bytes, one token per page.
+    q, kv = Bf16(rng.normal(size=(2, 2, 512)) * 0.5), Bf16(rng.normal(size=(20, 512)) * 0.5)
+    indices = i32(rng.integers(0, 20, size=(2, 9)))
+    inputs = {"q": q, "kv": kv.bits.view(np.uint8).reshape(20, 1024), "indices": indices}
+    expected = sparse(q.values, [(indices, None, kv.values)], scale)
+    write(folder, "sparse_mla", "pool-512", {"softmax_scale": scale, "page_size": 1}, inputs, expected)
+
+
+def mha_cases(folder, rng):
+    q_indptr, kv_indptr = i32([0, 5, 5, 8]), i32([0, 3, 9, 21])
+    q, k, v = (Bf16(rng.normal(size=shape)) for shape in ((9, 2, 192), (21, 2, 192), (21, 2, 128)))
+    for causal in (True, False):
+        out, lse = np.zeros((9, 2, 128)), np.zeros((9, 2))
+        for r in range(3):
+            rows, keys = range(q_indptr[r], q_indptr[r + 1]), range(kv_indptr[r], kv_indptr[r + 1])
+            for i, t in enumerate(rows):
+                seen = max(0, len(keys) - len(rows) + i + 1) if causal else len(keys)
+                part = slice(kv_indptr[r], kv_indptr[r] + seen)
+                for h in range(2):
+                    out[t, h], lse[t, h], _ = attend(q.values[t, h], k.values[part, h], v.values[part, h], 0.0721687836, 0, None, -INF)
+        inputs = {"q": q, "k": k, "v": v, "q_indptr": q_indptr, "kv_indptr": kv_indptr}
+        params = {"softmax_scale": 0.0721687836, "causal": causal}
+        write(folder, "mha_varlen", "causal" if causal else "dense", params, inputs, {"out": Bf16(out), "lse": lse.astype(np.float32)})
+
+
+def merge_cases(folder, rng):
+    parts, rows, heads, width = 3, 4, 2, 24
+    lse_parts = (rng.normal(size=(parts, rows, heads)) * 5).astype(np.float32)
+    lse_parts[0, 0], lse_parts[:, 1], lse_parts[1, 2], lse_parts[2, 3] = -INF, -INF, INF, np.nan
+    sink = np.array([1.0, -INF], np.float32)
+    for dtype in ("f32", "bf16"):
+        values = rng.normal(size=(parts, rows, heads, width)).astype(np.float32)
+        values[~np.isfinite(lse_parts)] = np.nan
+        out_parts = Bf16(values) if dtype == "bf16" else values
+        known = out_parts.values if dtype == "bf16" else values.astype(np.float64)
+        weights = np.where(np.isfinite(lse_parts), lse_parts.astype(np.float64), -INF)
+        top = weights.max(axis=0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            sums = np.exp(weights - np.where(np.isfinite(top), top, 0)).sum(axis=0)
+            lse = np.where(np.isfinite(top), top + np.log(sums), -INF)
+            share = np.where(np.isfinite(weights), np.exp(weights - lse), 0)
+        out = (share[..., None] * np.where(share[..., None] > 0, known, 0)).sum(axis=0)
+        out *= np.where(np.isfinite(lse), sink_factor(sink.astype(np.float64), lse), 0)[..., None]
+        inputs = {"out_parts": out_parts, "lse_parts": lse_parts, "sink": sink}
+        expected = {"out": Bf16(out) if dtype == "bf16" else out.astype(np.float32), "lse": lse.astype(np.float32)}
+        write(folder, "merge_lse", dtype, {}, inputs, expected)
+
+
+def main():
+    root = pathlib.Path(__file__).resolve().parents[1]
+    folder = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else root / "tests" / "golden"
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, make in enumerate((cache_cases, batch_cases, index_cases, sparse_cases, mha_cases, merge_cases)):
+        make(folder, np.random.default_rng(number))
+    sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
+    print(f"{len(sizes)} files, {sum(sizes)} bytes in {folder}")
+
+
+if __name__ == "__main__":
+    main()
