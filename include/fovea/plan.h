@@ -22,6 +22,9 @@ using CheckFunction = void (*)(const Problem& problem, const Tensors& tensors);
 /// Throws Error(kInvalidArgument) when `workspace` is too small or misaligned.
 FOVEA_API void check_workspace(const char* op, size_t needed, const Workspace& workspace);
 
+/// Announces a run to fault injection (docs/testing.md), which may throw Error(kDevice).
+FOVEA_API void begin_launch(const char* op);
+
 }  // namespace internal
 
 /// What every operator's plan offers. A plan is immutable and cheap to copy; it is made from bounds
@@ -44,6 +47,7 @@ class OperatorPlan {
     (void)stream;
     internal::check_workspace(state_->op, state_->workspace_bytes, workspace);
     state_->check(state_->problem, tensors);
+    internal::begin_launch(state_->op);
     state_->run(state_->problem, state_->device, tensors, workspace);
   }
 
