@@ -22,6 +22,22 @@ uint64_t hash_words(uint64_t first, Words... rest) noexcept {
   return hash;
 }
 
+/// First word of every hash, so that draws for different ends never coincide.
+enum class HashDomain : uint64_t {
+  kPromptToken = 1,
+  kGeneratedToken,
+  kPrivateToken,
+  kArrival,
+  kTarget,
+  kSample,
+};
+
+/// Hash of `words` in a domain.
+template <class... Words>
+uint64_t hash_in(HashDomain domain, Words... words) noexcept {
+  return hash_words(static_cast<uint64_t>(domain), words...);
+}
+
 /// Maps 64 random bits to [0, count), count >= 1, without division.
 inline int64_t scale_to(uint64_t random, int64_t count) noexcept {
   // The upper 32 bits are enough: count is a number of tokens, far below 2^32.
