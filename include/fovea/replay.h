@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include "fovea/ceilings.h"
 #include "fovea/device.h"
 #include "fovea/export.h"
 #include "fovea/trace.h"
@@ -38,12 +39,6 @@ struct VirtualCostModel {
   double decode_ms_per_row = 0.1;
 };
 
-/// Ceilings of this machine for roofline shares; 0: unknown, the share is absent.
-struct Ceilings {
-  double flops_per_s = 0;
-  double bytes_per_s = 0;
-};
-
 struct ReplayOptions {
   std::string model = "deepseek-v3.2";
   Device device = Device{};
@@ -69,7 +64,7 @@ struct ReplayOptions {
   bool deterministic = true;
   int64_t check_rows = 0;      ///< Rows to recompute in fp64; 0: none.
   std::string implementation;  ///< Forces one implementation for every operator that has it.
-  Ceilings ceilings;
+  std::optional<ThroughputLimits> ceilings;  ///< Of this machine, for roofline shares.
   std::string inject;  ///< Fault injection for tests: "", "page" or "launch:N" (docs/testing.md).
 };
 
@@ -91,7 +86,8 @@ struct ReplayOperator {
   double flops = 0;
   double bytes = 0;
   double time_share = 0;                 ///< Of the summed step time, 0..1.
-  std::optional<double> roofline_share;  ///< Least possible time by the ceilings / measured time.
+  std::optional<double> roofline_share;  ///< Sum of roofline_ms of the calls / ms; absent without
+                                         ///< ceilings.
 };
 
 enum class StepKind : uint8_t { kPrefill, kDecode, kMixed };

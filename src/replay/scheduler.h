@@ -1,0 +1,160 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <set>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "fovea/page_allocator.h"
+#include "fovea/replay.h"
+#include "fovea/request_table.h"
+
+/// Continuous batching: which rows form each step, and where their tokens live. A pure function of
+/// requests and configuration; no operator and no clock is involved.
+///
+///   Scheduler scheduler(config, requests);
+///   StepBatch batch;
+///   while (scheduler.next(&batch)) { ...run the rows...; scheduler.commit(); }
+///
+/// Rules, in this order, for every step:
+///  1. Order is the row order of the trace. Running requests always precede waiting ones.
+///  2. A step is a prefill chunk if any row can be prefilled, else every running request decodes
+///  one
+///     row. With `mixed` the decode rows come first and the prefill rows share what is left of the
+///     chunk.
+///  3. A prefill chunk continues the one request whose prompt is not finished, then admits waiting
+///     requests, until `chunk` rows are taken.
+///  4. A request is admitted when fewer than max_batch run and, after its cached prefix is taken,
+///     there are pages for all its known tokens, plus a reserve for the next kReserveTokens tokens
+///     of every running request (no reserve when nothing runs). The head of the queue blocks those
+///     behind it.
+///  5. A decode row that finds no page preempts the youngest running request (last in order), which
+///     returns to the queue without pages and later recomputes its known tokens. A request that can
+///     never fit was rejected at the start, hence the oldest one always advances.
+///  6. A full page of a prompt is published under its hash when its last row has been computed.
+namespace fovea::internal {
+
+inline constexpr int64_t kReserveTokens = 16;
+
+struct SchedulerConfig {
+  int64_t page_size = 0;
+  int64_t num_pages = 0;  ///< Usable pages, without the dummy page.
+  int64_t chunk = 0;
+  int64_t max_batch = 0;
+  int64_t token_scale = 1;
+  bool mixed = false;
+  Arrivals arrivals = Arrivals::kAsap;
+  VirtualCostModel cost;
+};
+
+struct SchedulerRequest {
+  int64_t prompt_tokens = 0;
+  int64_t output_tokens = 0;
+  double arrival_ms = 0;
+};
+
+/// Hashes of the full pages of a request's prompt; empty: it shares nothing.
+using PageHashFunction = std::function<std::vector<uint64_t>(int64_t request)>;
+
+/// Rows [begin, end) of one request, by position.
+struct StepEntry {
+  int64_t request = 0;
+  int32_t pool_row = 0;
+  int64_t begin = 0;
+  int64_t end = 0;
+  bool decode = false;    ///< One row of a request that was running.
+  int64_t first_new = 0;  ///< Rows before it were computed by this request before a preemption.
+};
+
+struct StepBatch {
+  std::vector<StepEntry> entries;
+  ReplayStep facts;  ///< All but the measured times.
+
+  int64_t num_rows() const { return facts.prefill_tokens + facts.decode_tokens; }
+};
+
+/// What became of a request.
+struct RequestState {
+  RequestOutcome outcome = RequestOutcome::kCompleted;
+  bool finished = false;
+  double first_token_virtual_ms = 0;
+  double finish_virtual_ms = 0;
+  int64_t hit_tokens = 0;  ///< At first admission.
+  int64_t preemptions = 0;
+  std::string message;
+  bool decoding = false;  ///< Running, and only the row of its newest token is missing.
+  int64_t computed = 0;   ///< Rows 0..computed-1 are in the cache.
+  int64_t known = 0;      ///< Tokens known: the prompt and what was generated.
+  int64_t produced = 0;   ///< Rows up to here were computed or hit at least once.
+  bool admitted_before = false;
+  int32_t pool_row = 0;  ///< 0: not running.
+  std::vector<int32_t> pages;
+  std::vector<uint64_t> page_hashes;
+};
+
+class Scheduler {
+ public:
+  /// Rejects requests that can never fit.
+  Scheduler(const SchedulerConfig& config, std::vector<SchedulerRequest> requests,
+            PageHashFunction page_hashes);
+
+  /// Forms the next step and takes its pages; false when every request is done. Until commit() the
+  /// same step is given again, so that a failed step can be repeated.
+  bool next(StepBatch* batch);
+
+  /// The rows of the step are in the cache: advances requests, publishes pages, frees what is
+  /// finished, moves the virtual clock.
+  void commit();
+
+  const RequestState& state(int64_t request) const { return states_[static_cast<size_t>(request)]; }
+  const PageAllocator& allocator() const { return allocator_; }
+  RequestTable& table() { return table_; }
+  int64_t pages_peak() const { return pages_peak_; }
+  int64_t completed() const { return completed_; }
+  int64_t rejected() const { return rejected_; }
+  int64_t preempted() const { return preempted_; }
+
+ private:
+  const SchedulerRequest& request(int64_t r) const { return requests_[static_cast<size_t>(r)]; }
+  RequestState& mutable_state(int64_t r) { return states_[static_cast<size_t>(r)]; }
+  int64_t pages_for(int64_t tokens) const {
+    return (tokens + config_.page_size - 1) / config_.page_size;
+  }
+  int64_t num_rows(int64_t r) const {
+    return request(r).prompt_tokens + request(r).output_tokens - 1;
+  }
+  void advance_arrivals();
+  int64_t reserve_pages(int64_t r) const;
+  void form_step();
+  void add_decode_rows();
+  void add_prefill_rows();
+  bool admit(int64_t r);
+  void preempt_youngest();
+  bool take_page_for_decode(int64_t r);
+  void stop_running(int64_t r);
+  void add_entry(int64_t r, int64_t rows, bool decode);
+  void commit_entry(const StepEntry& entry, double end_ms);
+  void write_table(int64_t r, int64_t begin);
+
+  SchedulerConfig config_;
+  std::vector<SchedulerRequest> requests_;
+  PageHashFunction page_hashes_;
+  std::vector<RequestState> states_;
+  PageAllocator allocator_;
+  RequestTable table_;
+  std::set<int64_t> running_;  // in trace order
+  std::set<int64_t> waiting_;
+  StepBatch step_;
+  bool step_pending_ = false;
+  double clock_ms_ = 0;
+  int64_t arrived_ = 0;    // requests 0..arrived_-1 have arrived
+  int64_t unarrived_ = 0;  // waiting requests that have not
+  int64_t pages_peak_ = 0;
+  int64_t completed_ = 0;
+  int64_t rejected_ = 0;
+  int64_t preempted_ = 0;
+};
+
+}  // namespace fovea::internal
