@@ -42,7 +42,11 @@ namespace {
 void check_row_array(const char* op, const char* name, const ConstTensorView& tensor,
                      int64_t live_rows, int64_t rows) {
   check_tensor(op, name, tensor, DType::kI32, {kAnyExtent});
-  check_range(op, (std::string(name) + ".shape[0]").c_str(), tensor.shape[0], live_rows, rows);
+  if (tensor.shape[0] < live_rows || tensor.shape[0] > rows) {
+    invalid(op, std::string(name) + ".shape[0] = " + std::to_string(tensor.shape[0]) +
+                    ", expected the live rows, " + std::to_string(live_rows) +
+                    ", or up to the rows of indices, " + std::to_string(rows));
+  }
 }
 
 void check_paged(const char* op, const TopkSelectProblem& problem, const TopkSelectTensors& tensors,

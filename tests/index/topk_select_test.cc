@@ -488,18 +488,23 @@ TEST_P(TopkSelectTest, RunDoesNotAllocate) {
   test::Rng rng(10);
   const Tensor logits = Tensor::f32({4, 5000}, rng.normals(4 * 5000));
   const Tensor row_len = Tensor::i32({4}, {5000, 4999, 3, 5000});
+  const Tensor page_table(DType::kI32, {2, 80}), per_row = Tensor::i32({4}, {0, 1, 0, -1});
   Tensor indices(DType::kI32, {4, 300});
-  for (const int threads : {1, 2}) {
+  const TopkSelectTensors tensors{.logits = logits,
+                                  .row_len = row_len,
+                                  .page_table = page_table,
+                                  .row_to_request = per_row,
+                                  .row_offset = per_row,
+                                  .indices = indices};
+  for (const IndexTransform transform :
+       {IndexTransform::kLocal, IndexTransform::kPaged, IndexTransform::kRagged}) {
     const TopkSelect plan =
-        TopkSelect::plan({4, 5000, 300}, Device::cpu(threads), GetParam().options());
+        TopkSelect::plan({4, 5000, 300, transform, 64}, Device::cpu(1), GetParam().options());
     HostBuffer buffer(plan.workspace_bytes());
-    const TopkSelectTensors tensors{.logits = logits, .row_len = row_len, .indices = indices};
     plan.run(tensors, buffer.workspace());
     const test::AllocationCounter counter;
     plan.run(tensors, buffer.workspace());
-    if (threads == 1) {
-      EXPECT_EQ(counter.count(), 0);
-    }
+    EXPECT_EQ(counter.count(), 0);
   }
 }
 
