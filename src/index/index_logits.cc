@@ -14,6 +14,8 @@ namespace {
 constexpr char kOp[] = "index_logits";
 
 constexpr internal::Implementation<IndexLogitsProblem, IndexLogitsTensors> kImplementations[] = {
+    {"cpu", DeviceKind::kCpu, nullptr, nullptr, internal::index_logits_cpu_bytes,
+     internal::index_logits_cpu},
     {"ref", DeviceKind::kCpu, nullptr, nullptr, nullptr, internal::index_logits_ref},
 };
 

@@ -8,4 +8,8 @@ namespace fovea::internal {
 void index_logits_ref(const IndexLogitsProblem& problem, const Device& device,
                       const IndexLogitsTensors& tensors, Workspace workspace);
 
+size_t index_logits_cpu_bytes(const IndexLogitsProblem& problem, const Device& device);
+void index_logits_cpu(const IndexLogitsProblem& problem, const Device& device,
+                      const IndexLogitsTensors& tensors, Workspace workspace);
+
 }  // namespace fovea::internal

@@ -309,7 +309,7 @@ TEST_P(IndexQuantizeTest, AgreesWithTheReferenceForAnyThreadCount) {
                                                        {7, 4, false},
                                                        {2, 2, true},
                                                        {1, 0, true},
-                                                       {1024, 64, true}}) {
+                                                       {512, 64, true}}) {
     for (const RopeStyle style : {RopeStyle::kHalfSplit, RopeStyle::kInterleaved}) {
       for (const ScaleMode mode : {ScaleMode::kFp32, ScaleMode::kPow2}) {
         const IndexQuantizeProblem problem{3, 5, dim, rope, style, hadamard, mode};
