@@ -19,6 +19,8 @@ namespace fovea::cli {
 namespace {
 
 constexpr int64_t kMaxCount = int64_t{1} << 40;  // more of anything is a typing error
+const CLI::Range kPositive(int64_t{1}, kMaxCount, "COUNT >= 1");
+const CLI::Range kNotNegative(int64_t{0}, kMaxCount, "COUNT >= 0");
 
 // Options by verb, and the verb that was chosen.
 struct CommandLine {
@@ -26,6 +28,7 @@ struct CommandLine {
   InfoOptions info;
   RunOptions run;
   VerifyOptions verify;
+  GenTraceOptions gen_trace;
 };
 
 void add_settings(CLI::App* verb, RunSettings* settings) {
@@ -65,8 +68,35 @@ void add_verify(CLI::App& app, VerifyOptions* options) {
   verb->add_option("--golden", options->golden, "Folder of golden files")
       ->check(CLI::ExistingDirectory);
   verb->add_option("--seed", options->seed, "Seed of the generated problems")
+      ->check(kNotNegative)
       ->capture_default_str();
   verb->add_flag("--json", options->json, "Print JSON");
+}
+
+void add_gen_trace(CLI::App& app, GenTraceOptions* options) {
+  CLI::App* verb = app.add_subcommand("gen-trace", "Make a request trace with shared prefixes");
+  verb->footer("Example: fovea gen-trace trace.jsonl --requests 100 --style agent --seed 7");
+  verb->add_option("output", options->output_path, "File to write, JSONL")->required();
+  verb->add_option("--style", options->style, "conversation or agent")->capture_default_str();
+  verb->add_option("--requests", options->num_requests, "Number of requests")
+      ->check(kPositive)
+      ->capture_default_str();
+  verb->add_option("--seed", options->seed, "Equal seeds give equal traces")
+      ->check(kNotNegative)
+      ->capture_default_str();
+  verb->add_option("--duration-ms", options->duration_ms, "Span of the arrivals")
+      ->check(CLI::Range(1e-3, 1e12))
+      ->capture_default_str();
+  verb->add_option("--mean-input", options->mean_input_length, "Prompt tokens, on average")
+      ->check(kPositive)
+      ->capture_default_str();
+  verb->add_option("--mean-output", options->mean_output_length, "Output tokens, on average")
+      ->check(kPositive)
+      ->capture_default_str();
+  verb->add_option("--block-tokens", options->block_tokens, "Prompt tokens per hash id: 512 or 16")
+      ->check(CLI::IsMember({512, 16}))
+      ->capture_default_str();
+  verb->add_flag("--json", options->json, "Print the summary as JSON");
 }
 
 // Wrong values of the environment are usage errors, reported before a verb starts.
@@ -92,6 +122,7 @@ int dispatch(const CLI::App& app, const CommandLine& line) {
   check_environment();
   if (app.got_subcommand("info")) return info(line.info);
   if (app.got_subcommand("verify")) return verify(line.verify);
+  if (app.got_subcommand("gen-trace")) return gen_trace(line.gen_trace);
   return run(line.run);
 }
 
@@ -108,6 +139,7 @@ int parse_and_dispatch(int argc, char** argv) {
   add_info(app, &line.info);
   add_run(app, &line.run);
   add_verify(app, &line.verify);
+  add_gen_trace(app, &line.gen_trace);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

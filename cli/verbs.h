@@ -67,10 +67,24 @@ struct RunOptions {
 };
 int run(const RunOptions& options);
 
+/// Mirrors TraceGeneratorOptions.
+struct GenTraceOptions {
+  std::string output_path;
+  std::string style = "conversation";
+  int64_t num_requests = 24;
+  int64_t seed = 1;
+  double duration_ms = 60000;
+  int64_t mean_input_length = 8192;
+  int64_t mean_output_length = 256;
+  int64_t block_tokens = 512;
+  bool json = false;
+};
+int gen_trace(const GenTraceOptions& options);
+
 struct VerifyOptions {
   std::string op;      ///< Empty: every operator.
   std::string golden;  ///< Folder of golden files; empty: the installed ones.
-  uint64_t seed = 1;   ///< Of the generated problems.
+  int64_t seed = 1;    ///< Of the generated problems.
   bool json = false;
 };
 int verify(const VerifyOptions& options);

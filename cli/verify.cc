@@ -168,7 +168,7 @@ Row verify_target(const VerifyOperator& op, const Target& target,
 
 std::vector<Row> verify_operator(const VerifyOperator& op, const VerifyOptions& options,
                                  const std::string& golden_folder, CpuIsa best) {
-  const std::vector<VerifyCase> cases = op.make_cases(options.seed);
+  const std::vector<VerifyCase> cases = op.make_cases(static_cast<uint64_t>(options.seed));
   std::vector<TensorMap> references;
   for (const VerifyCase& verify_case : cases) {
     references.push_back(run_case(op, verify_case, "ref", 1));
