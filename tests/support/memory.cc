@@ -14,12 +14,17 @@ namespace {
 std::atomic<bool> counting{false};
 std::atomic<int64_t> allocations{0};
 
-void* counted_allocation(size_t bytes, size_t alignment) {
+void* counted_allocation_or_null(size_t bytes, size_t alignment) noexcept {
   if (counting.load(std::memory_order_relaxed)) ++allocations;
+  if (bytes > SIZE_MAX - alignment) return nullptr;  // rounding up would wrap around
   bytes = std::max<size_t>(bytes, 1);
-  void* data = alignment <= alignof(std::max_align_t)
-                   ? std::malloc(bytes)
-                   : std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+  return alignment <= alignof(std::max_align_t)
+             ? std::malloc(bytes)
+             : std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+}
+
+void* counted_allocation(size_t bytes, size_t alignment) {
+  void* const data = counted_allocation_or_null(bytes, alignment);
   if (data == nullptr) throw std::bad_alloc();
   return data;
 }
@@ -33,6 +38,20 @@ void* operator new(size_t bytes, std::align_val_t alignment) {
 }
 void* operator new[](size_t bytes, std::align_val_t alignment) {
   return counted_allocation(bytes, static_cast<size_t>(alignment));
+}
+// Without these, memory of the nothrow forms would come from elsewhere, uncounted, and go to
+// free().
+void* operator new(size_t bytes, const std::nothrow_t&) noexcept {
+  return counted_allocation_or_null(bytes, 1);
+}
+void* operator new[](size_t bytes, const std::nothrow_t&) noexcept {
+  return counted_allocation_or_null(bytes, 1);
+}
+void* operator new(size_t bytes, std::align_val_t alignment, const std::nothrow_t&) noexcept {
+  return counted_allocation_or_null(bytes, static_cast<size_t>(alignment));
+}
+void* operator new[](size_t bytes, std::align_val_t alignment, const std::nothrow_t&) noexcept {
+  return counted_allocation_or_null(bytes, static_cast<size_t>(alignment));
 }
 void operator delete(void* data) noexcept { std::free(data); }
 void operator delete[](void* data) noexcept { std::free(data); }
