@@ -11,6 +11,7 @@ void run_metadata_refresh(OperatorCall& call);
 void run_paged_schedule(OperatorCall& call);
 void run_index_quantize(OperatorCall& call);
 void run_index_logits(OperatorCall& call);
+void run_index_select(OperatorCall& call);
 void run_topk_select(OperatorCall& call);
 void run_sparse_mla(OperatorCall& call);
 void run_mha_varlen(OperatorCall& call);

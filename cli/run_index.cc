@@ -6,6 +6,7 @@
 #include "cli/run_bindings.h"
 #include "fovea/index_logits.h"
 #include "fovea/index_quantize.h"
+#include "fovea/index_select.h"
 #include "fovea/topk_select.h"
 
 namespace fovea::cli {
@@ -64,8 +65,9 @@ int64_t longest_row(const OperatorCall& call, const Problem& problem, const Tens
 }
 
 // The part of topk_select and index_select that turns positions into indices. The axis T is known.
+// `has_pages`: the layout has bound page_table, row_to_request and page_size already.
 template <class Problem, class Tensors>
-void bind_transform(OperatorCall& call, Problem& problem, Tensors& tensors) {
+void bind_transform(OperatorCall& call, bool has_pages, Problem& problem, Tensors& tensors) {
   problem.topk = call.integer("topk");
   problem.transform = call.choice<IndexTransform>("transform",
                                                   {{"local", IndexTransform::kLocal},
@@ -76,16 +78,16 @@ void bind_transform(OperatorCall& call, Problem& problem, Tensors& tensors) {
   if (paged && call.has("token_table")) {
     tensors.token_table = call.in("token_table", "i32 [Rt, max_len]");
     tensors.row_to_request = call.opt("row_to_request", "i32 [T]");
-    if (call.has("page_table")) {
+    if (call.has("page_table") && !has_pages) {
       call.refuse("page_table and token_table are both given, expected one");
     }
-    problem.page_size = call.integer("page_size", 0);
+    problem.page_size = call.integer("page_size", problem.page_size);
   } else if (paged) {
     tensors.page_table = call.in("page_table", "i32 [R, max_pages]");
     tensors.row_to_request = call.in("row_to_request", "i32 [T]");
     problem.page_size = call.integer("page_size");
   } else {
-    problem.page_size = call.integer("page_size", 0);
+    problem.page_size = call.integer("page_size", problem.page_size);
   }
   if (problem.transform == IndexTransform::kRagged) {
     tensors.row_offset = call.in("row_offset", "i32 [T]");
@@ -146,11 +148,30 @@ void run_topk_select(OperatorCall& call) {
   tensors.logits = call.in("logits", "f32 [T, W]");
   tensors.row_len = call.in("row_len", "i32 [T]");
   tensors.row_start = call.opt("row_start", "i32 [T]");
-  bind_transform(call, problem, tensors);
+  bind_transform(call, false, problem, tensors);
   call.unused({"page_table", "token_table", "row_to_request", "row_offset"}, "by this transform");
   problem.max_rows = call.extent("T");
   problem.max_width = call.extent("W");
   call.run<TopkSelect>(problem, tensors);
+}
+
+void run_index_select(OperatorCall& call) {
+  IndexSelectProblem problem;
+  IndexSelectTensors tensors;
+  bind_queries_and_keys(call, problem, tensors);
+  const bool has_pages = problem.layout == IndexLayout::kPaged;
+  bind_transform(call, has_pages, problem, tensors);
+  call.unused({"k_fp8", "k_scale", "k_start", "k_end", "index_pool", "page_table", "token_table",
+               "row_to_request", "row_len", "row_offset", "schedule"},
+              "by this layout and transform");
+  problem.max_width = longest_row(call, problem, tensors);
+  if (has_pages) {
+    // Positions past the table score -inf and the first of them win, so that no selection reaches
+    // beyond the larger of the table and topk.
+    const int64_t capacity = call.extent("max_pages") * std::max<int64_t>(problem.page_size, 1);
+    problem.max_width = std::min(problem.max_width, std::max(capacity, problem.topk));
+  }
+  call.run<IndexSelect>(problem, tensors);
 }
 
 }  // namespace fovea::cli

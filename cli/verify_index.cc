@@ -244,6 +244,40 @@ std::vector<VerifyCase> make_logits_cases(uint64_t seed) {
   return cases;
 }
 
+VerifyCase with_selection(VerifyCase original, int64_t topk, const std::string& transform,
+                          uint64_t seed) {
+  original.name += "_" + transform + std::to_string(topk);
+  original.params.set("topk", topk).set("transform", transform);
+  if (transform == "ragged") {
+    CaseBuilder builder(original.name, seed);
+    builder.integers("row_offset", {original.inputs.find("q_fp8").shape[0]}, 0, 100000);
+    VerifyCase offsets = builder.take();
+    original.inputs.add_copy("row_offset", offsets.inputs.find("row_offset"));
+  }
+  return original;
+}
+
+// Exact problems only: where sums round, two implementations may order near ties differently.
+std::vector<VerifyCase> make_select_cases(uint64_t seed) {
+  std::vector<VerifyCase> cases;
+  const IndexerShape shape{9, 16, 128};
+  for (const int64_t topk : {1, 64, 500}) {
+    for (const char* transform : {"local", "ragged"}) {
+      cases.push_back(
+          with_selection(make_ragged_case("ragged", shape, true, seed), topk, transform, seed));
+    }
+    for (const char* transform : {"local", "paged", "ragged"}) {
+      cases.push_back(
+          with_selection(make_paged_case("paged", shape, 16, true, seed), topk, transform, seed));
+    }
+  }
+  cases.push_back(
+      with_selection(make_paged_case("one_token_pages", shape, 1, true, seed), 5, "paged", seed));
+  cases.push_back(
+      with_selection(make_paged_case("no_rows", {0, 4, 128}, 16, true, seed), 5, "local", seed));
+  return cases;
+}
+
 // Columns outside a row, and rows whose request does not exist, are unspecified.
 void normalise_logits(const TensorMap& inputs, const Json& params, TensorMap& outputs) {
   const TensorView logits = outputs.find("logits");
@@ -286,6 +320,7 @@ void add_verify_index(std::vector<VerifyOperator>& list) {
                   normalise_quantize});
   list.push_back(
       {"index_logits", make_logits_cases, {{"logits", kFp32Tolerance}}, normalise_logits});
+  list.push_back({"index_select", make_select_cases, {}, nullptr});
   list.push_back({"topk_select", make_topk_cases, {}, nullptr});
 }
 

@@ -64,7 +64,7 @@ class QuantizeTest(CommandLineTest):
         self.expect_refused("index_quantize", good | {"k": Tensor("BF16", [1, 5])}, self.PARAMS, "k = bf16", "Di = 4")
 
 
-class LogitsTest(CommandLineTest):
+class IndexerTest(CommandLineTest):
     def ragged(self, k_start, k_end):
         """Two heads of two channels; key j has the codes (1, j < 2 ? 1 : 2) and the scale j + 1."""
         rows = len(k_start)
@@ -79,6 +79,27 @@ class LogitsTest(CommandLineTest):
 
     LOGITS = [2.0, 4.0, -21.0, -28.0]  # scale * (1 * (a + b) - 10 * max(0, b - a))
 
+    def paged(self, table, requests, lengths, **more):
+        """Two pages of two keys: keys 0, 1 on page 1 and keys 2, 3 on page 0."""
+        keys = self.ragged([0], [0])
+        pages = b""
+        for first in (2, 0):
+            pages += bytes(keys["k_fp8"].values[2 * first : 2 * first + 4])
+            pages += struct.pack("<2f", *keys["k_scale"].values[first : first + 2]) + b"\xff" * 3
+        rows = len(lengths)
+        return {
+            "q_fp8": Tensor("U8", [rows, 2, 2], [ONE, ONE, MINUS_ONE, ONE] * rows),
+            "head_weight": Tensor("F32", [rows, 2], [1.0, -10.0] * rows),
+            "index_pool": Tensor("U8", [2, 15], pages),
+            "page_table": table,
+            "row_to_request": Tensor("I32", [rows], requests),
+            "row_len": Tensor("I32", [rows], lengths),
+        } | more
+
+    PAGED = {"layout": "paged", "page_size": 2}
+
+
+class LogitsTest(IndexerTest):
     def score(self, tensors, params):
         result, out = self.run_operator("index_logits", tensors, params)
         self.expect(result, 0)
@@ -99,25 +120,6 @@ class LogitsTest(CommandLineTest):
         tensors = self.ragged([0], [4])
         tensors["k_fp8"].dtype = "F8_E4M3"
         self.assertEqual(self.score(tensors, {"layout": "ragged"})[0], self.LOGITS)
-
-    def paged(self, table, requests, lengths, **more):
-        """Two pages of two keys: keys 0, 1 on page 1 and keys 2, 3 on page 0."""
-        keys = self.ragged([0], [0])
-        pages = b""
-        for first in (2, 0):
-            pages += bytes(keys["k_fp8"].values[2 * first : 2 * first + 4])
-            pages += struct.pack("<2f", *keys["k_scale"].values[first : first + 2]) + b"\xff" * 3
-        rows = len(lengths)
-        return {
-            "q_fp8": Tensor("U8", [rows, 2, 2], [ONE, ONE, MINUS_ONE, ONE] * rows),
-            "head_weight": Tensor("F32", [rows, 2], [1.0, -10.0] * rows),
-            "index_pool": Tensor("U8", [2, 15], pages),
-            "page_table": table,
-            "row_to_request": Tensor("I32", [rows], requests),
-            "row_len": Tensor("I32", [rows], lengths),
-        } | more
-
-    PAGED = {"layout": "paged", "page_size": 2}
 
     def test_paged_columns_are_positions(self):
         table = Tensor("I32", [2, 2], [1, 0, 0, -1])
@@ -155,6 +157,54 @@ class LogitsTest(CommandLineTest):
         self.expect_refused("index_logits", paged, self.PAGED | {"page_size": 3}, "index_pool")
         self.expect_refused("index_logits", paged | {"schedule": Tensor("I32", [3])}, self.PAGED, "schedule")
         self.expect_refused("index_logits", good | {"k_scale": Tensor("F32", [3])}, {"layout": "ragged"}, "k_scale", "S = 4")
+
+
+class SelectTest(IndexerTest):
+    """The logits of LogitsTest, from the best: 4 and 2 at positions 1 and 0, then -21 and -28."""
+
+    def select(self, tensors, params):
+        result, out = self.run_operator("index_select", tensors, params)
+        self.expect(result, 0)
+        self.assertEqual(set(out), {"indices"})
+        k = params["topk"]
+        values = list(out["indices"].values)
+        return [values[t * k : (t + 1) * k] for t in range(len(values) // k)]
+
+    def test_ragged_layout(self):
+        tensors = self.ragged([0, 1, 2], [4, 4, 2])
+        got = self.select(tensors, {"layout": "ragged", "topk": 2})
+        self.assertEqual(got, [[0, 1], [0, 1], [-1, -1]])
+        got = self.select(tensors, {"layout": "ragged", "topk": 1})
+        self.assertEqual(got, [[1], [0], [-1]])
+        tensors["row_offset"] = Tensor("I32", [3], [100, 200, 300])
+        got = self.select(tensors, {"layout": "ragged", "topk": 1, "transform": "ragged"})
+        self.assertEqual(got, [[101], [200], [-1]])
+
+    def test_ragged_layout_with_paged_transform(self):
+        tensors = self.ragged([0], [4]) | {"page_table": Tensor("I32", [1, 2], [8, 9]), "row_to_request": Tensor("I32", [1], [0])}
+        params = {"layout": "ragged", "topk": 3, "transform": "paged", "page_size": 2}
+        self.assertEqual(self.select(tensors, params), [[16, 17, 18]])
+
+    def test_paged_layout(self):
+        tensors = self.paged(Tensor("I32", [1, 2], [1, 0]), [0, 0, 5], [4, 1, 4])
+        self.assertEqual(self.select(tensors, self.PAGED | {"topk": 3}), [[0, 1, 2], [0, -1, -1], [-1] * 3])
+        got = self.select(tensors, self.PAGED | {"topk": 3, "transform": "paged"})
+        self.assertEqual(got, [[2, 3, 0], [2, -1, -1], [-1] * 3])
+        tensors["token_table"] = Tensor("I32", [1, 4], [70, 60, 50, 40])
+        got = self.select(tensors, self.PAGED | {"topk": 3, "transform": "paged"})
+        self.assertEqual(got, [[70, 60, 50], [70, -1, -1], [-1] * 3])
+
+    def test_lengths_beyond_the_table(self):
+        tensors = self.paged(Tensor("I32", [1, 1], [1]), [0], [2147483647])
+        self.assertEqual(self.select(tensors, self.PAGED | {"topk": 4}), [[0, 1, 2, 3]])
+        self.assertEqual(self.select(tensors, self.PAGED | {"topk": 1}), [[1]])
+
+    def test_selection_is_refused_like_its_parts(self):
+        good = self.ragged([0], [4])
+        self.expect_refused("index_select", good, {"layout": "ragged"}, "topk is missing")
+        self.expect_refused("index_select", good, {"topk": 1}, "layout is missing")
+        self.expect_refused("index_select", good, {"layout": "ragged", "topk": -3}, "topk")
+        self.expect_refused("index_select", good | {"row": Tensor("I32", [1])}, {"layout": "ragged", "topk": 1}, "'row'")
 
 
 class TopkTest(CommandLineTest):
