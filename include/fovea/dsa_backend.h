@@ -121,7 +121,7 @@ struct DsaDispatch {
   bool fresh_kv = false;  ///< kContiguousBf16 reads this call's k instead of the cache.
   IndexTransform transform = IndexTransform::kPaged;  ///< kRagged exactly with kContiguousBf16;
                                                       ///< under one-shot no indices are used.
-  DispatchReasons reasons;  ///< One sentence per decision, for --explain.
+  DispatchReasons reasons;                            ///< One sentence per decision, for --explain.
 };
 
 /// Pure: the same arguments give the same answer. Throws Error(kUnsupported) for a mode that this
@@ -149,8 +149,8 @@ struct DsaForwardTensors {
   ConstTensorView topk_indices;  ///< optional i32 [T, K]: a selection made elsewhere, in the form
                                  ///< of `indices`; the indexer is skipped. Without fuse_transform,
                                  ///< rows that fit topk are rebuilt as the identity.
-  TensorView kv_pool;     ///< this layer's latent pool: u8 [pages, page bytes]
-  TensorView index_pool;  ///< this layer's index-key pool: u8 [pages, page bytes]
+  TensorView kv_pool;            ///< this layer's latent pool: u8 [pages, page bytes]
+  TensorView index_pool;         ///< this layer's index-key pool: u8 [pages, page bytes]
   TensorView indices;  ///< optional i32 [T, K]: receives the selection: slots (kPaged) or rows of
                        ///< the batch's keys (kRagged), positions without fuse_transform; rows >= E
                        ///< are -1. Under one-shot: what the cache-direct kernel would have used.

@@ -1,0 +1,235 @@
+#include "src/serving/dsa_checks.h"
+
+#include <bit>
+#include <limits>
+#include <string>
+
+#include "src/core/check.h"
+#include "src/serving/dsa_shapes.h"
+
+namespace fovea::internal {
+namespace {
+
+constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
+
+bool is_extend(ForwardMode mode) {
+  return mode == ForwardMode::kExtend || mode == ForwardMode::kMixed;
+}
+
+[[noreturn]] void bad_request(size_t request, const std::string& what) {
+  invalid(kDsaOp, "request " + std::to_string(request) + ": " + what);
+}
+
+void check_host_lengths(const DsaConfig& config, const ForwardBatch& batch) {
+  const auto requests = static_cast<size_t>(batch.seq_len.shape[0]);
+  const bool extend = is_extend(batch.mode);
+  const auto check_size = [&](const char* name, size_t size) {
+    if (size == requests) return;
+    invalid(kDsaOp, std::string(name) + " has " + std::to_string(size) + " entries, expected " +
+                        std::to_string(requests) + " (one per request)");
+  };
+  if (batch.host_seq_len.empty() && batch.host_ext_len.empty()) return;
+  check_size("host_seq_len", batch.host_seq_len.size());
+  if (extend || !batch.host_ext_len.empty()) {
+    check_size("host_ext_len", batch.host_ext_len.size());
+  }
+  int64_t rows = 0;
+  for (size_t r = 0; r < requests; ++r) {
+    const int64_t len = batch.host_seq_len[r];
+    const int64_t ext = batch.host_ext_len.empty() ? 1 : batch.host_ext_len[r];
+    if (ext < 0 || (!extend && ext != 1)) {
+      bad_request(r, "host_ext_len = " + std::to_string(ext) + ", expected " +
+                         (extend ? ">= 0" : "1 in mode " + std::string(to_string(batch.mode))));
+    }
+    if (len < ext) {
+      bad_request(r, "host_seq_len = " + std::to_string(len) + ", expected at least its " +
+                         std::to_string(ext) + " new rows; seq_len includes them");
+    }
+    if (len > config.table_width) {
+      bad_request(r, "host_seq_len = " + std::to_string(len) +
+                         ", expected at most table_width = " + std::to_string(config.table_width));
+    }
+    rows += ext;
+  }
+  if (rows != batch.num_rows) {
+    invalid(kDsaOp, "host_ext_len sums to " + std::to_string(rows) +
+                        ", expected num_rows = " + std::to_string(batch.num_rows));
+  }
+}
+
+// u8 [pages, >= needed bytes].
+void check_pool(const char* name, const TensorView& pool, int64_t needed_bytes) {
+  check_tensor(kDsaOp, name, pool, DType::kU8, {kAnyExtent, kAnyExtent});
+  if (pool.shape[1] >= needed_bytes) return;
+  invalid(kDsaOp, std::string(name) + " = " + to_string(pool) + ", expected pages of at least " +
+                      std::to_string(needed_bytes) + " bytes");
+}
+
+void check_index_tensors(const DsaConfig& config, const DsaDispatch& dispatch, int64_t rows,
+                         const DsaForwardTensors& tensors) {
+  const int64_t heads = config.index_heads;
+  const bool scores = !dispatch.skip_selection && !tensors.topk_indices.defined();
+  if (scores) {
+    check_tensor(kDsaOp, "index_q", tensors.index_q, DType::kBf16, {rows, heads, config.index_dim});
+    check_tensor(kDsaOp, "head_gate", tensors.head_gate, DType::kF32, {rows, heads});
+  }
+  const bool stores = tensors.index_k.defined();
+  if (!stores && tensors.k.defined() && !tensors.topk_indices.defined()) {
+    invalid(kDsaOp,
+            "index_k is missing, but k is stored: a row selects among stored index keys; "
+            "give both, or topk_indices");
+  }
+  if (stores) {
+    check_tensor(kDsaOp, "index_k", tensors.index_k, DType::kBf16, {rows, config.index_dim});
+    check_tensor(kDsaOp, "norm_weight", tensors.norm_weight, DType::kF32, {config.index_dim});
+    check_tensor(kDsaOp, "norm_bias", tensors.norm_bias, DType::kF32, {config.index_dim});
+  }
+  if (!scores && !stores) return;
+  if (config.rope_dim > 0) {
+    check_tensor(kDsaOp, "cos_sin", tensors.cos_sin, DType::kF32, {kAnyExtent, config.rope_dim});
+    if (tensors.cos_sin.shape[0] == 0) {
+      invalid(kDsaOp, "cos_sin.shape[0] = 0, expected at least one position");
+    }
+  }
+  check_pool("index_pool", tensors.index_pool, config.page_size * (config.index_dim + 4));
+}
+
+void check_one_shot(const DsaConfig& config, const StepShape& shape, const DsaLayer& layer,
+                    const DsaForwardTensors& tensors) {
+  const int64_t rows = shape.padded_rows, heads = config.num_heads;
+  if (layer.logit_cap != 0) {
+    invalid(kDsaOp, "logit_cap = " + std::to_string(layer.logit_cap) +
+                        " under one-shot, expected 0; set force_absorbed");
+  }
+  check_tensor(kDsaOp, "q_mha", tensors.q_mha, DType::kBf16, {rows, heads, kMhaWidthQk});
+  check_tensor(kDsaOp, "k_mha", tensors.k_mha, DType::kBf16,
+               {shape.sum_kv_len, heads, kMhaWidthQk});
+  check_tensor(kDsaOp, "v_mha", tensors.v_mha, DType::kBf16, {shape.sum_kv_len, heads, kMhaWidthV});
+  check_tensor(kDsaOp, "out_mha", tensors.out_mha, DType::kBf16, {rows, heads, kMhaWidthV});
+}
+
+}  // namespace
+
+void check_dsa_config(const DsaConfig& config, const Device& device) {
+  if (device.kind != DeviceKind::kCpu) {
+    unsupported(kDsaOp, "device = " + to_string(device) + ", expected cpu");
+  }
+  check_range(kDsaOp, "num_heads", config.num_heads, 1, kMaxInt32);
+  check_range(kDsaOp, "index_heads", config.index_heads, 1, kMaxInt32);
+  check_range(kDsaOp, "index_dim", config.index_dim, 1, kMaxInt32);
+  check_range(kDsaOp, "rope_dim", config.rope_dim, 0, config.index_dim);
+  check_range(kDsaOp, "topk", config.topk, 1, kMaxInt32);
+  check_range(kDsaOp, "page_size", config.page_size, 1, 256);
+  check_range(kDsaOp, "max_requests", config.max_requests, 0, kMaxInt32 - 1);
+  check_range(kDsaOp, "max_rows", config.max_rows, 0, kMaxInt32 - 1);
+  check_range(kDsaOp, "table_width", config.table_width, 1, kMaxInt32);
+  check_range(kDsaOp, "mha_chunk_capacity", config.mha_chunk_capacity, 0, kMaxInt32);
+  check_range(kDsaOp, "logits_budget_bytes", config.logits_budget_bytes, 1,
+              std::numeric_limits<int64_t>::max());
+  if (config.rope_dim % 2 != 0) {
+    invalid(kDsaOp, "rope_dim = " + std::to_string(config.rope_dim) + ", expected an even number");
+  }
+  if (config.hadamard && !std::has_single_bit(static_cast<uint64_t>(config.index_dim))) {
+    invalid(kDsaOp, "index_dim = " + std::to_string(config.index_dim) +
+                        ", but hadamard needs a power of two; set hadamard = false");
+  }
+  if (config.row_format != RowFormat::kBf16 && config.row_format != RowFormat::kV32) {
+    invalid(kDsaOp,
+            "row_format = " + std::string(to_string(config.row_format)) + ", expected bf16 or v32");
+  }
+  if (config.prefill_kernel == DsaKernel::kOneShotMha || to_string(config.prefill_kernel).empty()) {
+    invalid(kDsaOp, "prefill_kernel = " + std::string(to_string(config.prefill_kernel)) +
+                        ", expected cache_direct or contiguous_bf16; one-shot is chosen by batch");
+  }
+  if (config.deterministic && config.prefill_kernel == DsaKernel::kContiguousBf16) {
+    unsupported(kDsaOp,
+                "prefill_kernel = contiguous_bf16 with deterministic: whether it runs depends on "
+                "the size of the batch; expected cache_direct, or deterministic = false");
+  }
+}
+
+void check_forward_batch(const DsaConfig& config, const ForwardBatch& batch) {
+  const bool extend = is_extend(batch.mode);
+  if (!extend && batch.mode != ForwardMode::kDecode && batch.mode != ForwardMode::kIdle) {
+    unsupported(kDsaOp, "mode = " + std::string(to_string(batch.mode)) +
+                            ", expected extend, mixed, decode or idle");
+  }
+  check_tensor(kDsaOp, "seq_len", batch.seq_len, DType::kI32, {kAnyExtent});
+  const int64_t requests = batch.seq_len.shape[0];
+  check_range(kDsaOp, "seq_len.shape[0]", requests, 0, config.max_requests);
+  check_tensor(kDsaOp, "pool_row", batch.pool_row, DType::kI32, {requests});
+  check_tensor(kDsaOp, "req_to_token", batch.req_to_token, DType::kI32,
+               {kAnyExtent, config.table_width});
+  check_range(kDsaOp, "num_rows", batch.num_rows, 0, config.max_rows);
+  check_range(kDsaOp, "padded_rows", batch.padded_rows, 0, config.max_rows);
+  if (batch.padded_rows > 0 && batch.padded_rows < batch.num_rows) {
+    invalid(kDsaOp, "padded_rows = " + std::to_string(batch.padded_rows) +
+                        ", expected 0 or at least num_rows = " + std::to_string(batch.num_rows));
+  }
+  if (extend) {
+    check_tensor(kDsaOp, "ext_len", batch.ext_len, DType::kI32, {requests});
+  } else {
+    if (batch.ext_len.defined()) {
+      invalid(kDsaOp, "ext_len is given, but mode " + std::string(to_string(batch.mode)) +
+                          " has one row per request; leave it out");
+    }
+    if (batch.num_rows != requests) {
+      invalid(kDsaOp, "num_rows = " + std::to_string(batch.num_rows) +
+                          ", expected one row for each "
+                          "of the " +
+                          std::to_string(requests) + " requests in mode " +
+                          std::string(to_string(batch.mode)));
+    }
+  }
+  const int64_t rows = std::max(batch.num_rows, batch.padded_rows);
+  check_tensor(kDsaOp, "positions", batch.positions, DType::kI32, {rows});
+  check_tensor(kDsaOp, "out_cache_loc", batch.out_cache_loc, DType::kI32, {rows});
+  check_host_lengths(config, batch);
+}
+
+DsaBatchFacts batch_facts(const ForwardBatch& batch) {
+  DsaBatchFacts facts;
+  facts.mode = batch.mode;
+  facts.num_rows = batch.num_rows;
+  facts.mha_inputs = batch.mha_inputs;
+  facts.has_host_lengths = batch.seq_len.shape[0] == 0 || !batch.host_seq_len.empty();
+  for (size_t r = 0; r < batch.host_seq_len.size(); ++r) {
+    const int64_t len = batch.host_seq_len[r];
+    facts.max_kv_len = std::max(facts.max_kv_len, len);
+    facts.sum_kv_len += len;
+    if (!batch.host_ext_len.empty() && len > batch.host_ext_len[r]) facts.has_prefix = true;
+  }
+  return facts;
+}
+
+void check_forward_tensors(const DsaConfig& config, const DsaDispatch& dispatch,
+                           const StepShape& shape, const DsaLayer& layer,
+                           const DsaForwardTensors& tensors) {
+  const int64_t rows = shape.padded_rows, heads = config.num_heads;
+  check_positive_finite(kDsaOp, "softmax_scale", layer.softmax_scale);
+  if (dispatch.one_shot) {
+    check_one_shot(config, shape, layer, tensors);
+  } else {
+    check_tensor(kDsaOp, "q", tensors.q, DType::kBf16, {rows, heads, kLatentWidth});
+    check_tensor(kDsaOp, "out", tensors.out, DType::kBf16, {rows, heads, kLatentDim});
+  }
+  check_tensor(kDsaOp, "lse", tensors.lse, DType::kF32, {rows, heads});
+  check_optional(kDsaOp, "k", tensors.k, DType::kBf16, {rows, kLatentWidth});
+  if (dispatch.fresh_kv && !tensors.k.defined()) {
+    invalid(kDsaOp,
+            "k is missing: this step reads its fresh rows; give it, or use "
+            "extend_kv_source = cache");
+  }
+  check_optional(kDsaOp, "topk_indices", tensors.topk_indices, DType::kI32, {rows, config.topk});
+  check_optional(kDsaOp, "indices", tensors.indices, DType::kI32, {rows, config.topk});
+  if (tensors.topk_indices.defined() && tensors.indices.defined()) {
+    invalid(kDsaOp,
+            "indices is given beside topk_indices, which holds the selection already; "
+            "leave one out");
+  }
+  check_pool("kv_pool", tensors.kv_pool,
+             page_bytes(config.row_format, config.page_size, kLatentWidth));
+  check_index_tensors(config, dispatch, rows, tensors);
+}
+
+}  // namespace fovea::internal

@@ -1,0 +1,34 @@
+#pragma once
+
+#include <cstdint>
+
+#include "fovea/device.h"
+#include "fovea/metadata.h"
+#include "fovea/tensor.h"
+
+/// From positions of a request to what attention reads.
+namespace fovea::internal {
+
+struct SelectionMap {
+  IndexTransform transform = IndexTransform::kPaged;
+  int64_t page_size = 0;           ///< kPaged: P.
+  ConstTensorView positions;       ///< optional i32 [>= E, K]; absent: the identity 0..row_len-1
+  ConstTensorView row_len;         ///< i32 [E]
+  ConstTensorView page_table;      ///< kPaged: i32 [R, max_pages]
+  ConstTensorView row_to_request;  ///< kPaged: i32 [E]
+  ConstTensorView row_offset;      ///< kRagged: i32 [E]
+  TensorView indices;              ///< i32 [T, K]; may be the memory of positions
+};
+
+/// Writes every row of `indices`: the mapped positions of its first min(row_len, K) entries, then
+/// -1; rows >= E are -1. A row that fits K is the identity whatever `positions` says, because a
+/// selection made earlier may lack its newest tokens. Positions outside 0..row_len-1, past the page
+/// table, or on a negative page give -1 in their place; so does a request outside 0..R-1.
+void map_selection(const SelectionMap& map, const Device& device);
+
+/// Writes for each request r and position p < L the slot of that token at kv_indptr[r] + p, -1
+/// where the page is negative, in `slots` i32 [>= sum L]; entries past the sum are not written.
+void list_slots(const ConstTensorView& page_table, const ConstTensorView& kv_indptr,
+                int64_t page_size, const TensorView& slots, const Device& device);
+
+}  // namespace fovea::internal

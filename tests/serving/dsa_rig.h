@@ -1,0 +1,94 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "fovea/dsa_backend.h"
+#include "tests/support/memory.h"
+
+namespace fovea::test {
+
+/// The tensors of one token of one request: a pure function of (request, position).
+struct Token {
+  std::vector<bf16_t> q;        ///< [H * 576]
+  std::vector<bf16_t> k;        ///< [576]
+  std::vector<bf16_t> index_q;  ///< [Hi * Di]
+  std::vector<bf16_t> index_k;  ///< [Di]
+  std::vector<float> gate;      ///< [Hi]
+};
+
+Token make_token(const DsaConfig& config, int request, int64_t position);
+
+/// f32 [positions, rope_dim].
+Tensor make_cos_sin(int64_t positions, int64_t rope_dim);
+Tensor make_norm_weight(int64_t width);
+Tensor make_norm_bias(int64_t width);
+
+/// What a row came to; compared bit for bit between runs.
+struct RowResult {
+  std::vector<int32_t> positions;  ///< The selection as positions of the request, then -1.
+  std::vector<uint16_t> out;       ///< bf16 bits [H * 512]
+  std::vector<float> lse;          ///< [H]
+  bool operator==(const RowResult&) const = default;
+};
+
+/// Results by (request, position).
+using RowResults = std::map<std::pair<int, int64_t>, RowResult>;
+
+struct StepOptions {
+  int64_t padded_rows = 0;
+  bool host_lengths = true;
+  bool give_indices = true;  ///< Ask for the selection.
+  /// Changes what the backend gets; the rows are not collected then.
+  std::function<void(ForwardBatch&, DsaForwardTensors&)> adjust = {};
+};
+
+/// A small engine around one layer: owns pools and the request table, and hands out pages in a
+/// shuffled order. Whatever was never written holds NaN bytes.
+class DsaRig {
+ public:
+  static DsaConfig small_config(int64_t page_size, RowFormat row_format);
+
+  DsaRig(const DsaConfig& config, int threads, uint64_t page_seed = 1);
+
+  /// Appends `count` tokens to each request of `work`, in its order, in one step.
+  void step(ForwardMode mode, const std::vector<std::pair<int, int>>& work,
+            const StepOptions& options = {});
+
+  /// Frees the request's pages and table row.
+  void release(int request);
+
+  DsaBackend& backend() { return backend_; }
+  const RowResults& results() const { return results_; }
+  const DsaConfig& config() const { return config_; }
+
+  static constexpr float kSoftmaxScale = 0.0721688f;  // 192^-0.5
+
+  /// Outputs of the last step, [T, ...].
+  Tensor out, lse, indices;
+
+ private:
+  struct Request {
+    int32_t row = 0;
+    int64_t len = 0;
+    std::vector<int32_t> pages;
+  };
+  Request& request(int id);
+  void grow(Request& request, int64_t len);
+  void collect(const std::vector<std::pair<int, int>>& work);
+  int64_t position_of(const Request& request, int32_t slot) const;
+
+  DsaConfig config_;
+  DsaBackend backend_;
+  Tensor kv_pool_, index_pool_, req_to_token_;
+  Tensor cos_sin_, norm_weight_, norm_bias_;
+  std::vector<int32_t> free_pages_, free_rows_;
+  std::map<int, Request> requests_;
+  RowResults results_;
+};
+
+}  // namespace fovea::test
