@@ -3,13 +3,9 @@
 #include "src/core/simd.h"
 
 #include <algorithm>
-#include <limits>
 
-#include "src/core/access.h"
-#include "src/core/parallel.h"
-#include "src/core/workspace.h"
+#include "src/index/index_logits_driver.h"
 #include "src/index/index_logits_impl.h"
-#include "src/index/index_logits_work.h"
 
 // Lanes hold keys. A tile of kKeyVectors vectors of keys is decoded to fp32 and transposed,
 // k[d][key]; queries are kept as q[block of heads][d][head], so that a step d of the product takes
@@ -35,7 +31,6 @@ constexpr int64_t kLanes = HWY_LANES(float);
 constexpr int64_t kKeyTile = kKeyVectors * kLanes;
 // Heads that are interleaved in the decoded queries.
 constexpr int64_t kHeadBlock = kLanes > kHeadTile ? kLanes : kHeadTile;
-static_assert(kMaxKeyTile % kKeyTile == 0);
 
 #if HWY_TARGET == HWY_SCALAR
 
@@ -103,7 +98,6 @@ HWY_INLINE void decode_store(hn::Vec<U32> codes, float* out, int64_t pitch) {
 // rows with a NaN code (magnitude 0x7F).
 HWY_INLINE hn::Vec<U32> decode_channels(const uint8_t* const* rows, int64_t offset, float* out,
                                         int64_t pitch) {
-  const F32 d;
   const U32 du;
   const hn::Repartition<uint64_t, U32> d64;
   const hn::Repartition<uint8_t, U32> d8;
@@ -190,161 +184,49 @@ HWY_NOINLINE void score_heads(const float* HWY_RESTRICT q, const float* HWY_REST
   }
 }
 
-int64_t round_up(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
+struct Kernel {
+  using Word = float;
+  static constexpr int64_t kKeyTile = HWY_NAMESPACE::kKeyTile;
+  static constexpr int64_t kHeadBlock = HWY_NAMESPACE::kHeadBlock;
 
-// Scratch memory of one worker.
-struct Scratch {
-  int64_t dims_padded;
-  int64_t heads_padded;
-  int64_t max_rows;         // of a group
-  float* q = nullptr;       // [max_rows][heads_padded / kHeadBlock][dims_padded][kHeadBlock]
-  float* weight = nullptr;  // [max_rows][heads_padded]
-  float* k = nullptr;       // [dims_padded][kKeyTile]
+  static int64_t steps(int64_t dims) { return (dims + 15) / 16 * 16; }
 
-  // A group's queries should stay in the L2 cache while key tiles pass.
-  static constexpr int64_t kQueryBytes = 256 << 10;
-
-  explicit Scratch(const IndexLogitsProblem& problem)
-      : dims_padded(round_up(problem.head_dim, 16)),
-        heads_padded(round_up(problem.num_heads, kHeadBlock)),
-        max_rows(std::clamp<int64_t>(kQueryBytes / (dims_padded * heads_padded * 4), 1, 8)) {}
-
-  void take(WorkspaceCutter& cutter) {
-    q = cutter.take<float>(max_rows * heads_padded * dims_padded);
-    weight = cutter.take<float>(max_rows * heads_padded);
-    k = cutter.take<float>(dims_padded * kKeyTile);
+  static void decode_heads(const uint8_t* const* rows, int64_t dims, float* out, uint32_t* nan) {
+    decode<kHeadBlock>(rows, dims, out, nan);
   }
-};
+  static void decode_keys(const uint8_t* const* rows, int64_t dims, float* out, uint32_t* nan) {
+    decode<kKeyTile>(rows, dims, out, nan);
+  }
 
-// One run of the operator.
-class Scorer {
- public:
-  Scorer(const IndexLogitsProblem& problem, const IndexLogitsTensors& tensors,
-         const LogitsWork& work)
-      : problem_(problem),
-        work_(work),
-        q_fp8_(access<const uint8_t, 3>(tensors.q_fp8)),
-        head_weight_(access<const float, 2>(tensors.head_weight)),
-        logits_(access<float, 2>(tensors.logits)) {}
-
-  void score(const LogitsUnit& unit, const Scratch& scratch) const {
-    const RowGroup& group = *unit.group;
-    const int64_t request = work_.window(group.first_row).request;
-    for (int64_t i = 0; i < group.num_rows; ++i) {
-      const KeyWindow window = work_.window(group.first_row + i);
-      if (std::max(window.begin, unit.key_begin) < std::min(window.end, unit.key_end)) {
-        decode_query(group.first_row + i, i, scratch);
-      }
+  static void score(const float* q, const float* k, int64_t dims, int64_t num_heads,
+                    const float* weight, const float* scale, float* logits) {
+    const F32 d;
+    for (int64_t i = 0; i < kKeyTile; i += kLanes) hn::Store(hn::Zero(d), d, logits + i);
+    for (int64_t h = 0; h < num_heads; h += kHeadTile) {
+      const int64_t block = h / kHeadBlock * kHeadBlock;
+      score_heads<kHeadTile>(q + block * steps(dims) + (h - block), k, dims, weight + h, logits);
     }
-    for (int64_t first = unit.key_begin; first < unit.key_end; first += kKeyTile) {
-      KeyTile tile;
-      const int64_t count = std::min(kKeyTile, unit.key_end - first);
-      work_.locate(request, first, count, kKeyTile, q_fp8_.row(group.first_row, 0), &tile);
-      decode_keys(scratch, &tile);
-      for (int64_t i = 0; i < group.num_rows; ++i) {
-        const KeyWindow window = work_.window(group.first_row + i);
-        const int64_t begin = std::max(window.begin, first);
-        const int64_t end = std::min(window.end, first + count);
-        if (begin < end)
-          score_tile(group.first_row + i, i, first, begin, end, window, tile, scratch);
-      }
+    for (int64_t i = 0; i < kKeyTile; i += kLanes) {
+      hn::Store(hn::Mul(hn::LoadU(d, scale + i), hn::Load(d, logits + i)), d, logits + i);
     }
   }
 
  private:
-  // Row t becomes row i of the scratch. Heads past the last one have weight 0; a head with a NaN
-  // code has weight NaN, which is what its dot products would give.
-  void decode_query(int64_t t, int64_t i, const Scratch& scratch) const {
-    const U32 du;
-    float* q = scratch.q + i * scratch.heads_padded * scratch.dims_padded;
-    float* weight = scratch.weight + i * scratch.heads_padded;
-    for (int64_t h = 0; h < scratch.heads_padded; h += kLanes) {
-      const uint8_t* rows[kLanes];
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
-        rows[lane] = q_fp8_.row(t, h + lane < problem_.num_heads ? h + lane : 0);
-      }
-      HWY_ALIGN uint32_t nan[kLanes];
-      float* to = q + h / kHeadBlock * kHeadBlock * scratch.dims_padded + h % kHeadBlock;
-      hn::Store(decode_rows(rows, problem_.head_dim, to, kHeadBlock), du, nan);
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
-        const float value = nan[lane] != 0
-                                ? std::numeric_limits<float>::quiet_NaN()
-                                : head_weight_(t, std::min(h + lane, problem_.num_heads - 1));
-        weight[h + lane] = h + lane < problem_.num_heads ? value : 0.0f;
-      }
+  template <int64_t kRows>
+  static void decode(const uint8_t* const* rows, int64_t dims, float* out, uint32_t* nan) {
+    for (int64_t i = 0; i < kRows; i += kLanes) {
+      hn::StoreU(decode_rows(rows + i, dims, out + i, kRows), U32(), nan + i);
     }
   }
-
-  // A key with a NaN code gets the scale NaN, which is what its dot products would give.
-  void decode_keys(const Scratch& scratch, KeyTile* tile) const {
-    const F32 d;
-    const U32 du;
-    for (int v = 0; v < kKeyVectors; ++v) {
-      const auto nan = decode_rows(tile->codes + v * kLanes, problem_.head_dim,
-                                   scratch.k + v * kLanes, kKeyTile);
-      const auto clean = hn::RebindMask(d, hn::Eq(nan, hn::Zero(du)));
-      const auto scale = hn::LoadU(d, tile->scale + v * kLanes);
-      hn::StoreU(hn::IfThenElse(clean, scale, hn::Set(d, std::numeric_limits<float>::quiet_NaN())),
-                 d, tile->scale + v * kLanes);
-    }
-  }
-
-  // Keys [begin, end) of the tile that starts at `first`, for row t, which is row i of the scratch.
-  void score_tile(int64_t t, int64_t i, int64_t first, int64_t begin, int64_t end,
-                  const KeyWindow& window, const KeyTile& tile, const Scratch& scratch) const {
-    const F32 d;
-    HWY_ALIGN float sums[kKeyTile] = {};
-    const float* q = scratch.q + i * scratch.heads_padded * scratch.dims_padded;
-    const float* weight = scratch.weight + i * scratch.heads_padded;
-    for (int64_t h = 0; h < problem_.num_heads; h += kHeadTile) {
-      const int64_t block = h / kHeadBlock * kHeadBlock;
-      score_heads<kHeadTile>(q + block * scratch.dims_padded + (h - block), scratch.k,
-                             problem_.head_dim, weight + h, sums);
-    }
-    for (int v = 0; v < kKeyVectors; ++v) {
-      const auto scale = hn::LoadU(d, tile.scale + v * kLanes);
-      hn::Store(hn::Mul(scale, hn::Load(d, sums + v * kLanes)), d, sums + v * kLanes);
-    }
-    float* to = logits_.row(t) + (begin - window.begin);
-    std::copy(sums + (begin - first), sums + (end - first), to);
-    if (tile.all_held) return;
-    for (int64_t j = begin; j < end; ++j) {
-      if (!tile.held[j - first]) to[j - begin] = -std::numeric_limits<float>::infinity();
-    }
-  }
-
-  const IndexLogitsProblem& problem_;
-  const LogitsWork& work_;
-  Accessor<const uint8_t, 3> q_fp8_;
-  Accessor<const float, 2> head_weight_;
-  Accessor<float, 2> logits_;
 };
 
-void index_logits_bytes(const IndexLogitsProblem& problem, const Device& device, size_t* bytes) {
-  WorkspaceCutter cutter({});
-  cutter.take<RowGroup>(problem.max_rows);
-  for (int worker = 0; worker < device.num_threads; ++worker) Scratch(problem).take(cutter);
-  *bytes = cutter.used_bytes();
+size_t index_logits_bytes(const IndexLogitsProblem& problem, const Device& device) {
+  return logits_workspace_bytes<Kernel>(problem, device);
 }
 
 void index_logits(const IndexLogitsProblem& problem, const Device& device,
                   const IndexLogitsTensors& tensors, Workspace workspace) {
-  WorkspaceCutter cutter(workspace);
-  auto* groups = cutter.take<RowGroup>(problem.max_rows);
-  const WorkspaceCutter rest = cutter;
-  Scratch first(problem);
-  first.take(cutter);
-  const LogitsWork work(problem, tensors, first.max_rows, groups);
-  const Scorer scorer(problem, tensors, work);
-  const ThreadScope threads(device.num_threads);
-  ParallelFor(work.num_units(), 1, [&](int64_t begin, int64_t end, int worker) {
-    WorkspaceCutter mine = rest;
-    Scratch scratch(problem);
-    for (int i = 0; i <= worker; ++i) scratch.take(mine);
-    for (int64_t i = begin; i < end; ++i) scorer.score(work.unit(i), scratch);
-  });
+  run_logits<Kernel>(problem, device, tensors, workspace);
 }
 
 }  // namespace
@@ -359,9 +241,7 @@ HWY_EXPORT(index_logits_bytes);
 
 size_t index_logits_cpu_bytes(const IndexLogitsProblem& problem, const Device& device) {
   current_cpu_isa();  // applies FOVEA_CPU_ISA before the first dispatch
-  size_t bytes = 0;
-  HWY_DYNAMIC_DISPATCH(index_logits_bytes)(problem, device, &bytes);
-  return bytes;
+  return HWY_DYNAMIC_DISPATCH(index_logits_bytes)(problem, device);
 }
 
 void index_logits_cpu(const IndexLogitsProblem& problem, const Device& device,

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "fovea/index_logits.h"
+#include "src/core/implementation_list.h"
 
 /// The implementations of index_logits.
 namespace fovea::internal {
@@ -11,5 +12,11 @@ void index_logits_ref(const IndexLogitsProblem& problem, const Device& device,
 size_t index_logits_cpu_bytes(const IndexLogitsProblem& problem, const Device& device);
 void index_logits_cpu(const IndexLogitsProblem& problem, const Device& device,
                       const IndexLogitsTensors& tensors, Workspace workspace);
+
+/// Needs AVX512-BF16; empty when the instruction sets in use have it.
+Refusal index_logits_avx512bf16_available();
+size_t index_logits_avx512bf16_bytes(const IndexLogitsProblem& problem, const Device& device);
+void index_logits_avx512bf16(const IndexLogitsProblem& problem, const Device& device,
+                             const IndexLogitsTensors& tensors, Workspace workspace);
 
 }  // namespace fovea::internal

@@ -12,4 +12,8 @@ size_t index_quantize_ref_bytes(const IndexQuantizeProblem& problem, const Devic
 void index_quantize_ref(const IndexQuantizeProblem& problem, const Device& device,
                         const IndexQuantizeTensors& tensors, Workspace workspace);
 
+size_t index_quantize_cpu_bytes(const IndexQuantizeProblem& problem, const Device& device);
+void index_quantize_cpu(const IndexQuantizeProblem& problem, const Device& device,
+                        const IndexQuantizeTensors& tensors, Workspace workspace);
+
 }  // namespace fovea::internal

@@ -448,6 +448,54 @@ TEST_P(IndexLogitsTest, DoesNotAllocateInRun) {
   }
 }
 
+class IndexLogitsFullTest : public IndexLogitsTest {
+ protected:
+  // First, last and 62 seeded keys of row t, against the formula.
+  void expect_sampled(const LogitsCase& c, const Tensor& logits, int64_t width, int64_t t,
+                      int64_t start, int64_t end) {
+    test::Rng rng(static_cast<uint64_t>(t + 99));
+    std::vector<double> actual, expected;
+    for (int i = 0; i < 64; ++i) {
+      const int64_t j = i == 0 ? start : i == 1 ? end - 1 : rng.integer(start, end - 1);
+      const LogitsCase::Expected value = c.expect(t, j);
+      actual.push_back(logits.data<float>()[t * width + j - start]);
+      expected.push_back(value.logit);
+      ASSERT_LE(std::fabs(actual.back() - value.logit), value.bound) << "row " << t << " key " << j;
+    }
+    EXPECT_TRUE(test::ExpectClose(actual, expected, {1e30, 0, 5e-6}));
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Targets, IndexLogitsFullTest,
+                         testing::ValuesIn(test::targets_of("index_logits")), test::target_name);
+
+TEST_P(IndexLogitsFullTest, OneRowOf64KKeys) {
+  const LogitsCase c(20, 1, 64, 128, 65536);
+  const Tensor whole = ragged(c, {0}, {65536}, 65536, 2);
+  expect_sampled(c, whole, 65536, 0, 0, 65536);
+  if (GetParam().implementation == "ref") return;  // one thread, and minutes
+  const LogitsCase::Pool pool = c.paged(64, 0, 65536, 0xFF);
+  EXPECT_EQ(paged(c, pool, {65536}, 65536, 3).bytes(), whole.bytes());
+  EXPECT_EQ(paged(c, pool, {65536}, 65536, 1).bytes(), whole.bytes());
+}
+
+TEST_P(IndexLogitsFullTest, CausalRowsOfTwoRequests) {
+  const LogitsCase c(21, 250, 64, 128, 5000);
+  std::vector<int32_t> starts, ends;
+  for (int32_t t = 0; t < 250; ++t) {
+    starts.push_back(t < 130 ? 0 : 3000);
+    ends.push_back(t < 130 ? 3000 - 130 + t + 1 : 5000 - 250 + t + 1);
+  }
+  const Tensor logits = ragged(c, starts, ends, 3000, 1);
+  for (const int64_t t : {0, 1, 77, 129, 130, 131, 200, 249}) {
+    expect_sampled(c, logits, 3000, t, starts[static_cast<size_t>(t)],
+                   ends[static_cast<size_t>(t)]);
+  }
+  if (GetParam().implementation == "ref") return;
+  for (const int threads : {2, 3}) {
+    EXPECT_EQ(ragged(c, starts, ends, 3000, threads).bytes(), logits.bytes());
+  }
+}
+
 TEST(IndexLogits, RefusesWhatItsTableDoesNotList) {
   const Device cpu = Device::cpu(1);
   EXPECT_THROW(IndexLogits::plan({IndexLayout::kPaged, 1, 64, 128, 0}, cpu), Error);

@@ -456,6 +456,20 @@ TEST_P(IndexQuantizeTest, HonoursStridesAndReadsNothingOutside) {
   }
 }
 
+TEST_P(IndexQuantizeTest, HasTheSameBitsOnEveryInstructionSet) {
+  for (const int64_t dim : {128, 64, 8, 2}) {
+    for (const RopeStyle style : {RopeStyle::kHalfSplit, RopeStyle::kInterleaved}) {
+      const IndexQuantizeProblem problem{6, 3, dim, dim / 2 / 2 * 2, style, true};
+      Case c(problem, 18), baseline(problem, 18);
+      run(problem, c.tensors());
+      limit_cpu_isa(CpuIsa::kBaseline);
+      run(problem, baseline.tensors());
+      limit_cpu_isa(GetParam().isa);
+      EXPECT_EQ(c.outputs(), baseline.outputs()) << dim;
+    }
+  }
+}
+
 TEST_P(IndexQuantizeTest, DoesNotAllocateInRun) {
   const IndexQuantizeProblem problem{70, 4, 128, 64, RopeStyle::kHalfSplit, true};
   Case c(problem, 16);
