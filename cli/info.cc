@@ -7,6 +7,8 @@
 #include <vector>
 
 #include "cli/verbs.h"
+#include "fovea/dsa_backend.h"
+#include "fovea/error.h"
 #include "fovea/implementation.h"
 #include "fovea/json.h"
 #include "fovea/version.h"
@@ -94,10 +96,83 @@ void print_markdown() {
   }
 }
 
+// The word's value; main.cc lets only the listed words through.
+template <class Value>
+Value value_of(const std::string& word,
+               std::initializer_list<std::pair<std::string_view, Value>> words) {
+  for (const auto& [name, value] : words) {
+    if (name == word) return value;
+  }
+  throw UsageError(fmt::format("'{}' names nothing", word));
+}
+
+DsaConfig explained_config(const ExplainOptions& options) {
+  DsaConfig config;
+  config.topk = options.topk;
+  config.row_format = value_of<RowFormat>(options.row_format,
+                                          {{"bf16", RowFormat::kBf16}, {"v32", RowFormat::kV32}});
+  config.prefill_kernel = value_of<DsaKernel>(
+      options.prefill_kernel,
+      {{"cache_direct", DsaKernel::kCacheDirect}, {"contiguous_bf16", DsaKernel::kContiguousBf16}});
+  config.extend_kv_source = value_of<ExtendKvSource>(
+      options.extend_kv_source,
+      {{"cache", ExtendKvSource::kCache}, {"fresh", ExtendKvSource::kFresh}});
+  config.deterministic = options.deterministic;
+  config.force_absorbed = options.force_absorbed;
+  return config;
+}
+
+DsaDispatch explained_dispatch(const ExplainOptions& options) {
+  DsaBatchFacts facts;
+  facts.mode =
+      value_of<ForwardMode>(options.mode, {{"extend", ForwardMode::kExtend},
+                                           {"decode", ForwardMode::kDecode},
+                                           {"idle", ForwardMode::kIdle},
+                                           {"target_verify", ForwardMode::kTargetVerify},
+                                           {"draft_extend", ForwardMode::kDraftExtend},
+                                           {"draft_extend_v2", ForwardMode::kDraftExtendV2},
+                                           {"mixed", ForwardMode::kMixed}});
+  facts.has_host_lengths = options.max_kv_len >= 0;
+  facts.max_kv_len = std::max<int64_t>(options.max_kv_len, 0);
+  facts.sum_kv_len = options.sum_kv_len >= 0 ? options.sum_kv_len : facts.max_kv_len;
+  facts.has_prefix = options.has_prefix;
+  facts.mha_inputs = options.mha_inputs;
+  try {
+    return dsa_dispatch(explained_config(options), Device::cpu(), facts);
+  } catch (const Error& error) {
+    throw UsageError(error.what());  // a mode that the backend lacks
+  }
+}
+
+void explain(const ExplainOptions& options, bool json) {
+  const DsaDispatch dispatch = explained_dispatch(options);
+  Json reasons = Json::array();
+  for (const std::string_view reason : dispatch.reasons) reasons.push(reason);
+  if (json) {
+    fmt::print("{}\n", Json::object({{"kernel", to_string(dispatch.kernel)},
+                                     {"transform", to_string(dispatch.transform)},
+                                     {"one_shot", dispatch.one_shot},
+                                     {"skip_selection", dispatch.skip_selection},
+                                     {"fresh_kv", dispatch.fresh_kv},
+                                     {"reasons", std::move(reasons)}})
+                           .dump(2));
+    return;
+  }
+  fmt::print("{} over a {} cache, topk {}:\n", options.mode, options.row_format, options.topk);
+  fmt::print("  kernel     {}\n  transform  {}\n  selection  {}\n  new keys   {}\nbecause:\n",
+             to_string(dispatch.kernel),
+             dispatch.one_shot ? "none, no indices are used" : to_string(dispatch.transform),
+             dispatch.skip_selection ? "every key, logits are not computed" : "the topk best",
+             dispatch.fresh_kv ? "this call's rows" : "read back from the cache");
+  for (const std::string_view reason : dispatch.reasons) fmt::print("  {}\n", reason);
+}
+
 }  // namespace
 
 int info(const InfoOptions& options) {
-  if (options.markdown) {
+  if (options.explain) {
+    explain(options.facts, options.json);
+  } else if (options.markdown) {
     print_markdown();
   } else if (options.json) {
     print_json();

@@ -45,6 +45,34 @@ void add_info(CLI::App& app, InfoOptions* options) {
   CLI::Option* json = verb->add_flag("--json", options->json, "Print JSON");
   verb->add_flag("--markdown", options->markdown, "Print the support matrix as Markdown")
       ->excludes(json);
+  CLI::Option* explain = verb->add_flag("--explain", options->explain,
+                                        "What the DSA backend runs for the facts below, and why");
+  ExplainOptions* facts = &options->facts;
+  const auto choice = [&](const char* name, std::string* value, std::vector<std::string> words) {
+    verb->add_option(name, *value)
+        ->check(CLI::IsMember(std::move(words)))
+        ->capture_default_str()
+        ->needs(explain)
+        ->group("Facts");
+  };
+  choice("--mode", &facts->mode,
+         {"extend", "mixed", "decode", "idle", "target_verify", "draft_extend", "draft_extend_v2"});
+  choice("--row-format", &facts->row_format, {"v32", "bf16"});
+  choice("--prefill-kernel", &facts->prefill_kernel, {"cache_direct", "contiguous_bf16"});
+  choice("--extend-kv-source", &facts->extend_kv_source, {"cache", "fresh"});
+  const auto count = [&](const char* name, int64_t* value, const char* text) {
+    verb->add_option(name, *value, text)->check(kNotNegative)->needs(explain)->group("Facts");
+  };
+  count("--topk", &facts->topk, "Selection width, 2048 when absent");
+  count("--max-kv-len", &facts->max_kv_len, "Longest request; absent: no host lengths");
+  count("--sum-kv-len", &facts->sum_kv_len, "All requests together");
+  const auto flag = [&](const char* name, bool* value, const char* text) {
+    verb->add_flag(name, *value, text)->needs(explain)->group("Facts");
+  };
+  flag("--prefix", &facts->has_prefix, "Some request has a prefix");
+  flag("--mha-inputs", &facts->mha_inputs, "The caller can supply expanded heads");
+  flag("--deterministic,!--no-deterministic", &facts->deterministic, "On when absent");
+  flag("--force-absorbed", &facts->force_absorbed, "Never dense attention");
 }
 
 void add_run(CLI::App& app, RunOptions* options) {

@@ -34,19 +34,19 @@ struct RunSettings {
   Device parsed_device() const;
 };
 
-/// Facts and configuration that `info --explain` feeds to the dispatch of the DSA backend.
+/// Facts and configuration that `info --explain` feeds to the dispatch of the DSA backend. Words
+/// are those of the library's enums.
 struct ExplainOptions {
   std::string mode = "extend";
-  int64_t num_heads = 128;
-  int64_t topk = 2048;
-  std::string row_format = "v32";
-  bool host_lengths = false;
-  int64_t max_kv_len = 0;
-  int64_t sum_kv_len = 0;
-  int64_t num_rows = 1;
+  int64_t max_kv_len = -1;  ///< -1: the engine has no host lengths.
+  int64_t sum_kv_len = -1;  ///< -1: max_kv_len, one request.
   bool has_prefix = false;
   bool mha_inputs = false;
-  bool deterministic = false;
+  int64_t topk = 2048;
+  std::string row_format = "v32";
+  std::string prefill_kernel = "cache_direct";
+  std::string extend_kv_source = "cache";
+  bool deterministic = true;
   bool force_absorbed = false;
 };
 

@@ -74,5 +74,23 @@ class InfoTest(CommandLineTest):
     def test_markdown_and_json_exclude_each_other(self):
         self.expect(self.fovea("info", "--markdown", "--json"), 2, "--markdown")
 
+    def test_explain_shows_the_dispatch_and_its_reasons(self):
+        facts = ("--mode", "extend", "--max-kv-len", 1500, "--mha-inputs", "--no-deterministic")
+        self.expect(self.fovea("info", "--explain", *facts), 0, "one_shot_mha", "because:")
+        result = json.loads(self.fovea("info", "--explain", *facts, "--json").stdout)
+        self.assertEqual((result["kernel"], result["skip_selection"]), ("one_shot_mha", True))
+        result = json.loads(self.fovea("info", "--explain", *facts, "--topk", 512, "--json").stdout)
+        self.assertEqual((result["kernel"], result["skip_selection"]), ("cache_direct", False))
+        self.assertIn("one-shot is off: a request is longer than topk", result["reasons"])
+        contiguous = ("--prefill-kernel", "contiguous_bf16", "--extend-kv-source", "fresh", "--sum-kv-len", 9000)
+        result = json.loads(self.fovea("info", "--explain", *facts[:4], *facts[5:], *contiguous, "--json").stdout)
+        self.assertEqual((result["kernel"], result["transform"], result["fresh_kv"]), ("contiguous_bf16", "ragged", True))
+
+    def test_explain_refuses_what_does_not_exist(self):
+        self.expect(self.fovea("info", "--explain", "--mode", "encode"), 2, "encode")
+        self.expect(self.fovea("info", "--explain", "--mode", "target_verify"), 2, "target_verify")
+        self.expect(self.fovea("info", "--explain", "--max-kv-len", "-1"), 2, "--max-kv-len")
+        self.expect(self.fovea("info", "--mode", "decode"), 2, "--explain")
+
     def test_verbose_says_on_stderr_which_implementation_runs(self):
         self.expect(self.fovea("info", "-v"), 0)
