@@ -26,8 +26,20 @@ struct MergeLseTensors {
   TensorView lse;        ///< f32 [T, H], sink excluded
 };
 
-/// Merges attention over disjoint key sets: lse = ln sum_p exp(lse_p), out = sum_p exp(lse_p - lse)
-/// * out_p.
+/// Merges attention over disjoint key sets (splits, caches, ranks) into attention over their union.
+///
+///   lse = ln sum_p exp(lse_p),   out = sum_p exp(lse_p - lse) * out_p / (1 + exp(sink[h] - lse))
+///
+/// Every lse is a natural logarithm without the sink; the parts must have been computed without it.
+/// A part whose lse is not finite is empty. With one live part and no sink its output and lse come
+/// back bit for bit. No live part: out exactly 0, lse -inf, whatever the sink.
+///
+/// The parts are added in their order in fp32: a row's bits depend on its own parts alone. Throws
+/// Error(kInvalidArgument) from plan() for bounds or types outside the tables above and from run()
+/// for tensors that do not match, before anything is written. Ownership, threads and streams:
+/// OperatorPlan.
+///
+/// Source: the decomposition of softmax over disjoint sets; docs/merge_lse.md.
 class FOVEA_API MergeLse : public OperatorPlan<MergeLseProblem, MergeLseTensors> {
  public:
   static MergeLse plan(const MergeLseProblem& problem, const Device& device,
