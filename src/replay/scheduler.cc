@@ -208,6 +208,12 @@ void Scheduler::write_table(int64_t r, int64_t begin) {
 
 void Scheduler::add_entry(int64_t r, int64_t rows, bool decode) {
   const RequestState& current = state(r);
+  const auto full_pages = std::min((current.computed + rows) / config_.page_size,
+                                   static_cast<int64_t>(current.page_hashes.size()));
+  for (int64_t page = current.computed / config_.page_size; page < full_pages; ++page) {
+    const auto i = static_cast<size_t>(page);
+    allocator_.publish(current.pages[i], current.page_hashes[i]);
+  }
   step_.entries.push_back(
       {r, current.pool_row, current.computed, current.computed + rows, decode, current.produced});
   (decode ? step_.facts.decode_tokens : step_.facts.prefill_tokens) += rows;
@@ -231,12 +237,6 @@ void Scheduler::commit_entry(const StepEntry& entry, double end_ms) {
   state.computed = entry.end;
   state.produced = std::max(state.produced, entry.end);
   const int64_t prompt_tokens = request(entry.request).prompt_tokens;
-  const int64_t full_pages = std::min(std::min(state.computed, prompt_tokens) / config_.page_size,
-                                      static_cast<int64_t>(state.page_hashes.size()));
-  for (int64_t page = entry.begin / config_.page_size; page < full_pages; ++page) {
-    const auto i = static_cast<size_t>(page);
-    allocator_.publish(state.pages[i], state.page_hashes[i]);
-  }
   if (state.computed < state.known) return;
   // The row of the newest known token gives the next token.
   ++state.known;

@@ -33,7 +33,9 @@
 ///  5. A decode row that finds no page preempts the youngest running request (last in order), which
 ///     returns to the queue without pages and later recomputes its known tokens. A request that can
 ///     never fit was rejected at the start, hence the oldest one always advances.
-///  6. A full page of a prompt is published under its hash when its last row has been computed.
+///  6. A full page of a prompt is published under its hash by the step that computes its last row.
+///     Requests admitted later in the same step already share it: in every layer all rows of a step
+///     are stored before any of them attends.
 namespace fovea::internal {
 
 inline constexpr int64_t kReserveTokens = 16;
@@ -104,8 +106,8 @@ class Scheduler {
   /// same step is given again, so that a failed step can be repeated.
   bool next(StepBatch* batch);
 
-  /// The rows of the step are in the cache: advances requests, publishes pages, frees what is
-  /// finished, moves the virtual clock.
+  /// The rows of the step are in the cache: advances requests, frees what is finished, moves the
+  /// virtual clock.
   void commit();
 
   const RequestState& state(int64_t request) const { return states_[static_cast<size_t>(request)]; }

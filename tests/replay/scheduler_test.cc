@@ -177,11 +177,19 @@ TEST(Scheduler, SharesPublishedPagesButNeverTheLastToken) {
   EXPECT_EQ(run.steps()[1].hit_tokens, 20);
 }
 
-TEST(Scheduler, PagesOfTheSameStepAreNotSharedYet) {
+TEST(Scheduler, RequestsOfOneStepShareThePagesItComputes) {
   const std::vector<SchedulerRequest> requests = {{13, 1}, {13, 1}};
   FakeExecutor run(config_of(4, 100), requests, shared_hashes(requests, 4, 3));
   run.run();
-  EXPECT_EQ(run.scheduler().state(1).hit_tokens, 0);
+  EXPECT_EQ(run.steps().size(), 1u);
+  EXPECT_EQ(run.scheduler().state(1).hit_tokens, 12);
+  // A chunk that ends inside the first prompt leaves the second request to the next step.
+  SchedulerConfig config = config_of(4, 100);
+  config.chunk = 10;
+  FakeExecutor chunked(config, {{13, 1}, {13, 1}}, shared_hashes(requests, 4, 3));
+  chunked.run();
+  EXPECT_EQ(chunked.scheduler().state(1).hit_tokens, 12);
+  EXPECT_EQ(chunked.steps()[0].hit_tokens, 0);
 }
 
 TEST(Scheduler, RejectsWhatCanNeverFitAndRunsTheRest) {
