@@ -1,7 +1,9 @@
 #include "tests/replay/json_schema.h"
 
+#include <fstream>
 #include <regex>
 #include <set>
+#include <sstream>
 
 namespace fovea::test {
 namespace {
@@ -98,6 +100,13 @@ std::vector<std::string> schema_errors(const Json& schema, const Json& value,
   std::vector<std::string> errors;
   Validator(&errors).validate(schema, value, place);
   return errors;
+}
+
+Json read_json(const std::string& path) {
+  std::ifstream file(path);
+  std::ostringstream text;
+  text << file.rdbuf();
+  return Json::parse(text.str(), path);
 }
 
 }  // namespace fovea::test

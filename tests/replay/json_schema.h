@@ -14,4 +14,7 @@ namespace fovea::test {
 std::vector<std::string> schema_errors(const Json& schema, const Json& value,
                                        const std::string& place = "$");
 
+/// The JSON in a file.
+Json read_json(const std::string& path);
+
 }  // namespace fovea::test

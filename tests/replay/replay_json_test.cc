@@ -1,9 +1,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <fstream>
 #include <limits>
-#include <sstream>
 
 #include "fovea/json.h"
 #include "fovea/replay.h"
@@ -16,12 +14,7 @@ using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
 
-Json schema() {
-  std::ifstream file(FOVEA_SOURCE_DIR "/docs/replay.schema.json");
-  std::ostringstream text;
-  text << file.rdbuf();
-  return Json::parse(text.str(), "replay.schema.json");
-}
+Json schema() { return test::read_json(FOVEA_SOURCE_DIR "/docs/replay.schema.json"); }
 
 // A result with every optional part present and numbers at their edges.
 ReplayResult full_result() {
