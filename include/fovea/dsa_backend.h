@@ -62,6 +62,10 @@ struct DsaConfig {
   /// with `deterministic`, because it depends on the size of the batch). A bf16 cache is always
   /// read directly.
   DsaKernel prefill_kernel = DsaKernel::kCacheDirect;
+  /// A failed operator (Error kDevice, kInternal) is an error at once. Otherwise the next
+  /// implementation in its list runs on the same tensors, with a log line; not with `deterministic`
+  /// (another implementation has other bits) nor with a forced implementation.
+  bool strict = false;
   /// Off: selections (`indices`, `topk_indices`) are positions of the request, mapped to slots by a
   /// later pass; same attention, for reuse across steps and for debugging.
   bool fuse_transform = true;

@@ -4,7 +4,9 @@
 #include <chrono>
 #include <limits>
 #include <optional>
+#include <string_view>
 
+#include "fovea/error.h"
 #include "fovea/index_cache.h"
 #include "fovea/index_quantize.h"
 #include "fovea/index_select.h"
@@ -13,11 +15,13 @@
 #include "fovea/sparse_mla.h"
 #include "src/core/access.h"
 #include "src/core/check.h"
+#include "src/core/log.h"
 #include "src/core/parallel.h"
 #include "src/core/workspace.h"
 #include "src/serving/dsa_checks.h"
 #include "src/serving/dsa_profile.h"
 #include "src/serving/dsa_shapes.h"
+#include "src/serving/operator_options.h"
 #include "src/serving/selection_map.h"
 
 namespace fovea {
@@ -27,36 +31,6 @@ using internal::kLatentWidth;
 using internal::OperatorWork;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Options that force `name` for the operators that have it and leave the others alone.
-class OperatorOptions {
- public:
-  explicit OperatorOptions(const std::string& name) : name_(name), operators_(operators()) {
-    if (name.empty()) return;
-    const auto has_name = [&](const OperatorInfo& info) {
-      return std::any_of(info.implementations.begin(), info.implementations.end(),
-                         [&](const ImplementationInfo& entry) { return entry.name == name; });
-    };
-    operators_.erase(std::remove_if(operators_.begin(), operators_.end(),
-                                    [&](const OperatorInfo& info) { return !has_name(info); }),
-                     operators_.end());
-    if (operators_.empty()) {
-      internal::invalid(internal::kDsaOp,
-                        "implementation = '" + name + "', which no operator of this build has");
-    }
-  }
-
-  Options operator()(const char* op) const {
-    const bool forced =
-        !name_.empty() && std::any_of(operators_.begin(), operators_.end(),
-                                      [&](const OperatorInfo& info) { return info.name == op; });
-    return Options{forced ? name_ : std::string()};
-  }
-
- private:
-  std::string name_;
-  std::vector<OperatorInfo> operators_;
-};
 
 MetadataProblem metadata_problem(const DsaConfig& config, ForwardMode mode) {
   MetadataProblem problem;
@@ -193,7 +167,7 @@ struct StepBuffers {
 struct DsaBackend::State {
   DsaConfig config;
   Device device;
-  OperatorOptions options;
+  internal::OperatorOptions options;
   MetadataRefresh refresh_extend, refresh_decode;
   PackRows pack;
   std::optional<UnpackRows> unpack;
@@ -219,8 +193,10 @@ struct DsaBackend::State {
   template <class Plan>
   void call(const char* name, const Plan& plan, const typename Plan::Tensors& tensors,
             internal::FunctionRef<OperatorWork()> work);
-  template <class Run>
-  void timed(const char* name, const std::string& implementation, Run run,
+  template <class Plan>
+  std::string_view run_next(const char* name, const Plan& failed,
+                            const typename Plan::Tensors& tensors, const Error& error);
+  void timed(const char* name, internal::FunctionRef<std::string_view()> run,
              internal::FunctionRef<OperatorWork()> work);
   const AttentionPlans& attention_of(const DsaLayer& layer);
   MetadataFields live_fields(const ForwardBatch& next, const internal::StepShape& next_shape,
@@ -245,7 +221,7 @@ struct DsaBackend::State {
 DsaBackend::State::State(const DsaConfig& config_in, const Device& device_in)
     : config((internal::check_dsa_config(config_in, device_in), config_in)),
       device(device_in),
-      options(config.implementation),
+      options(internal::kDsaOp, config.implementation),
       refresh_extend(MetadataRefresh::plan(metadata_problem(config, ForwardMode::kExtend), device,
                                            options("metadata_refresh"))),
       refresh_decode(MetadataRefresh::plan(metadata_problem(config, ForwardMode::kDecode), device,
@@ -304,27 +280,58 @@ const AttentionPlans& DsaBackend::State::attention_of(const DsaLayer& layer) {
   return attention.back();
 }
 
-template <class Run>
-void DsaBackend::State::timed(const char* name, const std::string& implementation, Run run,
+// `run` returns the name of the implementation that ran.
+void DsaBackend::State::timed(const char* name, internal::FunctionRef<std::string_view()> run,
                               internal::FunctionRef<OperatorWork()> work) {
   if (profile == nullptr) {
     run();
     return;
   }
   const auto begin = std::chrono::steady_clock::now();
-  run();
+  const std::string_view implementation = run();
   const std::chrono::duration<double, std::milli> elapsed =
       std::chrono::steady_clock::now() - begin;
   const OperatorWork done = work();
-  profile->push_back({name, implementation, elapsed.count(), done.flops, done.bytes});
+  profile->push_back({name, std::string(implementation), elapsed.count(), done.flops, done.bytes});
 }
 
 template <class Plan>
 void DsaBackend::State::call(const char* name, const Plan& plan,
                              const typename Plan::Tensors& tensors,
                              internal::FunctionRef<OperatorWork()> work) {
-  timed(
-      name, plan.implementation().name, [&] { plan.run(tensors, workspace.workspace()); }, work);
+  const auto run = [&]() -> std::string_view {
+    try {
+      plan.run(tensors, workspace.workspace());
+    } catch (const Error& error) {
+      return run_next(name, plan, tensors, error);
+    }
+    return plan.implementation().name;
+  };
+  timed(name, run, work);
+}
+
+// After a failed run, the next implementation of the list from the same tensors: whatever a failed
+// run wrote, a complete one writes again. Called while the error is handled.
+template <class Plan>
+std::string_view DsaBackend::State::run_next(const char* name, const Plan& failed,
+                                             const typename Plan::Tensors& tensors,
+                                             const Error& error) {
+  const bool failure = error.code() == ErrorCode::kDevice || error.code() == ErrorCode::kInternal;
+  const std::string* const next = options.next(name, failed.implementation().name);
+  if (!failure || next == nullptr || config.strict || config.deterministic ||
+      !config.implementation.empty()) {
+    throw;
+  }
+  internal::log(LogLevel::kError, std::string(name) + ": " + failed.implementation().name +
+                                      " failed (" + error.what() + "); runs " + *next);
+  const Plan plan = Plan::plan(failed.problem(), device, Options{*next});
+  workspace.reserve(plan.workspace_bytes());
+  try {
+    plan.run(tensors, workspace.workspace());
+  } catch (const Error& again) {
+    return run_next(name, plan, tensors, again);
+  }
+  return *next;
 }
 
 // Arrays of rows take exactly E or T entries: what the device lengths say beyond that is cut.
@@ -418,7 +425,11 @@ void DsaBackend::State::map_rows(const ConstTensorView& positions, IndexTransfor
   map.row_offset = fields.row_offset;
   map.indices = indices;
   timed(
-      "map_selection", "cpu", [&] { internal::map_selection(map, device); },
+      "map_selection",
+      [&]() -> std::string_view {
+        internal::map_selection(map, device);
+        return "cpu";
+      },
       [&] { return internal::map_selection_work(config, shape.num_rows); });
 }
 
@@ -446,12 +457,9 @@ ConstTensorView DsaBackend::State::select_rows(const DsaForwardTensors& tensors)
     in.row_len = fields.row_len;
     if (own == IndexTransform::kRagged) in.row_offset = fields.row_offset;
     in.schedule = fields.schedule;
-    in.indices = live(selection);
+    in.indices = selection;  // rows of padding become -1
     call("index_select", own == IndexTransform::kRagged ? *select_ragged : select, in,
          [&] { return internal::index_select_work(config, fields); });
-    for (int64_t row = shape.num_rows; row < padded; ++row) {
-      std::fill_n(internal::access<int32_t, 2>(selection).row(row), config.topk, -1);
-    }
   }
   if (config.fuse_transform) return selection;
   map_rows(selection, target, slice_rows(buffers->slots, 0, padded));

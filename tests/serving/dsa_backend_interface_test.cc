@@ -7,7 +7,9 @@
 
 #include "fovea/dsa_backend.h"
 #include "fovea/error.h"
+#include "fovea/log.h"
 #include "fovea/numeric.h"
+#include "src/core/fault_injection.h"
 #include "tests/serving/dsa_rig.h"
 #include "tests/support/compare.h"
 #include "tests/support/rng.h"
@@ -280,6 +282,60 @@ TEST(DsaBackend, StepsAndForwardsDoNotAllocate) {
       rig.step(kExtend, {{0, 5}, {1, 6}}, options);
       rig.step(kExtend, {{2, 3}}, options);
     }
+  }
+}
+
+// Every operator of a step fails once in turn.
+TEST(DsaBackend, AFailedImplementationIsFollowedByTheNext) {
+  DsaConfig config = tiny();
+  config.deterministic = false;
+  DsaRig expected(config, 1);
+  expected.step(kExtend, {{0, 20}});
+  std::vector<OperatorCall> calls;
+  expected.backend().set_profile(&calls);
+  expected.step(kExtend, {{0, 9}});
+  for (size_t nth = 0; nth < calls.size(); ++nth) {
+    DsaRig rig(config, 1);
+    rig.step(kExtend, {{0, 20}});
+    if (calls[nth].implementation == "ref") {  // the last one: nothing follows it
+      const internal::LaunchFault fault(static_cast<int64_t>(nth) + 1);
+      expect_error(ErrorCode::kDevice, {calls[nth].name}, [&] { rig.step(kExtend, {{0, 9}}); });
+      continue;
+    }
+    std::string log;
+    set_log_sink([&](LogLevel level, std::string_view message) {
+      if (level == LogLevel::kError) log += message;
+    });
+    std::vector<OperatorCall> actual;
+    rig.backend().set_profile(&actual);
+    {
+      const internal::LaunchFault fault(static_cast<int64_t>(nth) + 1);
+      rig.step(kExtend, {{0, 9}});
+      EXPECT_TRUE(fault.fired());
+    }
+    set_log_sink({});
+    EXPECT_NE(log.find(calls[nth].name + ": " + calls[nth].implementation + " failed"),
+              std::string::npos)
+        << log;
+    ASSERT_EQ(actual.size(), calls.size());
+    EXPECT_NE(actual[nth].implementation, calls[nth].implementation);
+    for (const auto& [key, row] : rig.results()) {
+      EXPECT_EQ(row.positions, expected.results().at(key).positions);
+    }
+    EXPECT_TRUE(test::ExpectClose(rig.out.view(), expected.out.view(), test::kBf16Output));
+  }
+}
+
+TEST(DsaBackend, NothingFollowsAFailureWhereBitsOrANameWerePromised) {
+  for (const int promise : {0, 1, 2}) {
+    DsaConfig config = tiny();
+    config.deterministic = promise == 0;
+    config.strict = promise == 1;
+    if (promise == 2) config.implementation = "cpu";
+    DsaRig rig(config, 1);
+    rig.step(kExtend, {{0, 20}});
+    const internal::LaunchFault fault(4);
+    expect_error(ErrorCode::kDevice, {"index_store"}, [&] { rig.step(kExtend, {{0, 9}}); });
   }
 }
 
