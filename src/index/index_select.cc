@@ -15,6 +15,9 @@ namespace {
 
 constexpr char kOp[] = "index_select";
 
+constexpr internal::IndexSelectParts kCpuParts = {
+    internal::index_logits_cpu, internal::index_logits_cpu_bytes, internal::topk_select_cpu,
+    internal::topk_select_cpu_workspace};
 constexpr internal::IndexSelectParts kRefParts = {internal::index_logits_ref, nullptr,
                                                   internal::topk_select_ref,
                                                   internal::topk_select_ref_workspace};
@@ -31,6 +34,7 @@ void run_with(const IndexSelectProblem& problem, const Device& device,
 }
 
 constexpr internal::Implementation<IndexSelectProblem, IndexSelectTensors> kImplementations[] = {
+    {"cpu", DeviceKind::kCpu, nullptr, nullptr, workspace_of<kCpuParts>, run_with<kCpuParts>},
     {"ref", DeviceKind::kCpu, nullptr, nullptr, workspace_of<kRefParts>, run_with<kRefParts>},
 };
 

@@ -191,14 +191,20 @@ int64_t copy_range(const int32_t* keys, int64_t padded, int32_t lowest, int32_t 
   return count;
 }
 
-// The cut that leaves the `topk` largest of `count` > topk keys, none below `floor`. Bisects the
-// range of keys by counting; keys outside the range are dropped once they are three quarters.
+// The cut that leaves the `topk` largest of `count` > topk keys. Looks at `floor` first, then
+// bisects the range of keys above it by counting; keys outside the range are dropped once they are
+// three quarters.
 TopkCut find_cut(int32_t* keys, int64_t count, int64_t topk, int32_t floor, int32_t* narrowed) {
   int64_t padded = pad_keys(keys, count);
-  // The floor first: it is where the plateaus are, because a sample that meets a plateau returns
-  // it.
+  // The floor is where the plateaus are, because a sample that meets a plateau returns it.
   const int64_t above_floor = count_at_least(keys, padded, floor + 1);
-  if (above_floor <= topk) return {floor, topk - above_floor};
+  if (above_floor <= topk) {
+    if (floor == kNanKey || count_at_least(keys, padded, floor) >= topk) {
+      return {floor, topk - above_floor};
+    }
+    // Keys below the floor: the comparison of the collection took subnormal numbers for zeros.
+    return find_cut(keys, count, topk, kNanKey, narrowed);
+  }
   // count(>= low) > topk >= count(> high) from here on.
   int64_t low = int64_t{floor} + 1;
   int64_t high = largest_key(keys, padded);

@@ -205,6 +205,19 @@ TEST_P(TopkSelectTest, SubnormalNumbersAreOrderedEvenWhereTheThreadTakesThemForZ
     _mm_setcsr(mode);
     EXPECT_EQ(selected, expected) << kind.name;
   }
+  // A sample of positive numbers alone among negative ones, all subnormal.
+  const internal::TopkSample sample(20000, 2000);
+  std::vector<float> row(20000);
+  test::Rng rng(13);
+  for (float& value : row) value = -1e-40f * rng.uniform(0.1f, 1.0f);
+  internal::TopkSample::Places places(sample);
+  for (int64_t i = 0; i < sample.size; ++i) row[static_cast<size_t>(places.next())] *= -1.0f;
+  const std::vector<int32_t> expected = expected_row(row, 2000);
+  const unsigned mode = _mm_getcsr();
+  _mm_setcsr(mode | 0x8040u);
+  const std::vector<int32_t> selected = select(row, 2000);
+  _mm_setcsr(mode);
+  EXPECT_EQ(selected, expected);
 }
 #endif
 
