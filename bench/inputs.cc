@@ -1,6 +1,7 @@
 #include "bench/inputs.h"
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <utility>
 
@@ -42,6 +43,41 @@ OwnedTensor from_i32(const std::vector<int32_t>& values, std::initializer_list<i
   OwnedTensor tensor(DType::kI32, shape);
   std::copy_n(values.begin(), tensor.num_elements(), tensor.data<int32_t>());
   return tensor;
+}
+
+OwnedTensor filled_f32(std::initializer_list<int64_t> shape, float value) {
+  OwnedTensor tensor(DType::kF32, shape);
+  std::fill_n(tensor.data<float>(), tensor.num_elements(), value);
+  return tensor;
+}
+
+OwnedTensor random_e4m3(Generator* generator, std::initializer_list<int64_t> shape, float scale) {
+  OwnedTensor tensor(DType::kU8, shape);
+  std::generate_n(tensor.data<uint8_t>(), tensor.num_elements(),
+                  [&] { return e4m3_from_float(scale * generator->normal()); });
+  return tensor;
+}
+
+OwnedTensor rope_table(int64_t num_positions, int64_t rope_dim) {
+  OwnedTensor table(DType::kF32, {num_positions, rope_dim});
+  const int64_t half = rope_dim / 2;
+  for (int64_t position = 0; position < num_positions; ++position) {
+    for (int64_t i = 0; i < half; ++i) {
+      const double angle = static_cast<double>(position) *
+                           std::pow(10000.0, -static_cast<double>(i) / static_cast<double>(half));
+      table.data<float>()[position * rope_dim + i] = static_cast<float>(std::cos(angle));
+      table.data<float>()[position * rope_dim + half + i] = static_cast<float>(std::sin(angle));
+    }
+  }
+  return table;
+}
+
+std::vector<int64_t> spread_rows(int64_t num_rows) {
+  std::vector<int64_t> rows;
+  for (const int64_t row : {int64_t{0}, num_rows / 3, 2 * num_rows / 3, num_rows - 1}) {
+    if (rows.empty() || rows.back() < row) rows.push_back(row);
+  }
+  return rows;
 }
 
 std::vector<int32_t> permutation(Generator* generator, int64_t count) {

@@ -72,8 +72,16 @@ OwnedTensor normal_bf16(Generator* generator, std::initializer_list<int64_t> sha
                         float scale = 1.0f);
 OwnedTensor normal_f32(Generator* generator, std::initializer_list<int64_t> shape,
                        float scale = 1.0f);
+OwnedTensor filled_f32(std::initializer_list<int64_t> shape, float value);
+/// e4m3 codes of scaled normals.
+OwnedTensor random_e4m3(Generator* generator, std::initializer_list<int64_t> shape, float scale);
+/// f32 [num_positions, rope_dim]: cosines, then sines, base 10000.
+OwnedTensor rope_table(int64_t num_positions, int64_t rope_dim);
 OwnedTensor filled_i32(std::initializer_list<int64_t> shape, int32_t value);
 OwnedTensor from_i32(const std::vector<int32_t>& values, std::initializer_list<int64_t> shape);
+
+/// First, last and up to two rows between.
+std::vector<int64_t> spread_rows(int64_t num_rows);
 
 /// A pseudo-random order of 0..count-1.
 std::vector<int32_t> permutation(Generator* generator, int64_t count);

@@ -1,78 +1,249 @@
 #include <fmt/format.h>
 
-#include <memory>
+#include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "bench/cases.h"
 #include "bench/check.h"
-#include "bench/inputs.h"
+#include "bench/operator_case.h"
 #include "fovea/merge_lse.h"
+#include "fovea/mha_varlen.h"
+#include "fovea/row_codec.h"
+#include "fovea/sparse_mla.h"
 
 namespace fovea::bench {
 namespace {
 
-/// An output of merge_lse and the plan that fills it.
-struct MergeLseRun {
-  MergeLse plan;
+constexpr int64_t kPoolRows = 65536;
+constexpr int64_t kPageSize = 64;
+
+double as_double(int64_t value) { return static_cast<double>(value); }
+
+struct OutLse {
   OwnedTensor out, lse;
-  HostBuffer workspace;
+  int64_t bytes() const { return out.bytes() + lse.bytes(); }
 };
 
-class MergeLseInputs : public CaseInputs {
+template <class Tensors>
+std::string out_lse_difference(const Tensors& actual, const Tensors& reference) {
+  const std::string wrong = compare("out", actual.out, reference.out, kBf16Output);
+  return wrong.empty() ? compare("lse", actual.lse, reference.lse, kFp32Output) : wrong;
+}
+
+// ---- sparse_mla: K of a pool of 64K latent rows per query row, indices distinct and unordered.
+
+class SparseMlaCase : public OperatorCase<SparseMla, OutLse> {
  public:
-  explicit MergeLseInputs(const MergeLseProblem& problem) : problem_(problem) {
-    Generator generator(1);
-    const int64_t rows = problem.max_rows, heads = problem.num_heads, dim = problem.head_dim;
-    out_parts_ = normal_bf16(&generator, {problem.num_parts, rows, heads, dim});
-    lse_parts_ = normal_f32(&generator, {problem.num_parts, rows, heads});
-  }
-
-  Work work() const override {
-    const auto out_bytes =
-        static_cast<double>(out_parts_.bytes()) / static_cast<double>(problem_.num_parts);
-    const auto lse_bytes =
-        static_cast<double>(lse_parts_.bytes()) / static_cast<double>(problem_.num_parts);
-    Work work;
-    work.flops = 2.0 * static_cast<double>(out_parts_.num_elements());
-    work.bytes_read = static_cast<double>(out_parts_.bytes() + lse_parts_.bytes());
-    work.bytes_written = out_bytes + lse_bytes;
-    return work;
-  }
-
-  PreparedRun prepare(const Device& device, const Options& options) override {
-    const std::shared_ptr<MergeLseRun> state = make_run(device, options);
-    return {state->plan.implementation().name, [this, state] { run(state.get()); },
-            [this, state] { return mismatch(*state); }};
+  explicit SparseMlaCase(const SparseMlaProblem& problem) : OperatorCase(problem) {
+    Generator generator(11);
+    q_ = normal_bf16(&generator, {problem.max_rows, problem.num_heads, 576});
+    kv_ = normal_bf16(&generator, {kPoolRows, 576});
+    if (problem.row_format == RowFormat::kV32) pack_pool();
+    std::vector<int32_t> slots;
+    std::vector<bool> listed(kPoolRows, false);
+    for (int64_t t = 0; t < problem.max_rows; ++t) {
+      for (const int32_t slot : distinct(&generator, problem.topk, kPoolRows)) {
+        slots.push_back(slot);
+        listed[static_cast<size_t>(slot)] = true;
+      }
+    }
+    indices_ = from_i32(slots, {problem.max_rows, problem.topk});
+    const bool v32 = problem.row_format == RowFormat::kV32;
+    // A pool row that several query rows list has to come from memory once.
+    const auto distinct_rows = std::count(listed.begin(), listed.end(), true);
+    work_.flops =
+        2.0 * (576 + 512) * as_double(problem.max_rows * problem.num_heads * problem.topk);
+    work_.bytes_read =
+        as_double(distinct_rows * (v32 ? 656 : 1152) + q_.bytes() + indices_.bytes());
+    work_.bytes_written = as_double(make_outputs().bytes());
+    work_.traffic = v32 ? Traffic::kGather656 : Traffic::kGather1152;
   }
 
  private:
-  std::shared_ptr<MergeLseRun> make_run(const Device& device, const Options& options) {
-    const int64_t rows = problem_.max_rows, heads = problem_.num_heads, dim = problem_.head_dim;
-    auto state = std::make_shared<MergeLseRun>(MergeLseRun{
-        MergeLse::plan(problem_, device, options), OwnedTensor(DType::kBf16, {rows, heads, dim}),
-        OwnedTensor(DType::kF32, {rows, heads}), HostBuffer()});
-    state->workspace.reserve(state->plan.workspace_bytes());
-    return state;
-  }
-  void run(MergeLseRun* state) {
-    state->plan.run({out_parts_, lse_parts_, {}, state->out, state->lse},
-                    state->workspace.workspace());
-  }
-  std::string mismatch(const MergeLseRun& state) {
-    if (!reference_) {
-      reference_ = make_run(Device::cpu(1), {"ref"});
-      run(reference_.get());
-    }
-    const std::string wrong = compare("out", state.out, reference_->out, kBf16Output);
-    return wrong.empty() ? compare("lse", state.lse, reference_->lse, kFp32Output) : wrong;
+  void pack_pool() {
+    std::vector<int32_t> slots(kPoolRows);
+    for (int32_t slot = 0; slot < kPoolRows; ++slot) slots[static_cast<size_t>(slot)] = slot;
+    const OwnedTensor slot_list = from_i32(slots, {kPoolRows});
+    OwnedTensor pool(DType::kU8, {kPoolRows / kPageSize, kPageSize * 656});
+    RowCodecProblem codec;
+    codec.max_rows = kPoolRows;
+    codec.row_format = RowFormat::kV32;
+    codec.page_size = kPageSize;
+    codec.width = 576;
+    const PackRows plan = PackRows::plan(codec, Device::cpu());
+    HostBuffer workspace(plan.workspace_bytes());
+    plan.run({kv_, slot_list, pool}, workspace.workspace());
+    kv_ = std::move(pool);
   }
 
-  MergeLseProblem problem_;
-  OwnedTensor out_parts_, lse_parts_;
-  std::shared_ptr<MergeLseRun> reference_;
+  OutLse make_outputs() const override {
+    return {OwnedTensor(DType::kBf16, {problem_.max_rows, problem_.num_heads, kLatentDim}),
+            OwnedTensor(DType::kF32, {problem_.max_rows, problem_.num_heads})};
+  }
+  SparseMlaTensors tensors(OutLse* outputs) override {
+    SparseMlaTensors result;
+    result.q = q_;
+    result.kv = kv_;
+    result.indices = indices_;
+    result.out = outputs->out;
+    result.lse = outputs->lse;
+    return result;
+  }
+  std::vector<int64_t> sampled_rows() const override { return spread_rows(problem_.max_rows); }
+  SparseMlaTensors row_of(const SparseMlaTensors& full, int64_t row) override {
+    SparseMlaTensors part = full;
+    part.q = slice_rows(full.q, row, row + 1);
+    part.indices = slice_rows(full.indices, row, row + 1);
+    part.out = slice_rows(full.out, row, row + 1);
+    part.lse = slice_rows(full.lse, row, row + 1);
+    return part;
+  }
+  std::string difference(const SparseMlaTensors& actual,
+                         const SparseMlaTensors& reference) override {
+    return out_lse_difference(actual, reference);
+  }
+
+  OwnedTensor q_, kv_, indices_;
 };
 
+// ---- mha_varlen: equal requests, causal, no prefix.
+
+class MhaVarlenCase : public OperatorCase<MhaVarlen, OutLse> {
+ public:
+  MhaVarlenCase(const MhaVarlenProblem& problem, int64_t rows_per_request)
+      : OperatorCase(problem), rows_per_request_(rows_per_request) {
+    Generator generator(12);
+    const int64_t rows = problem.max_rows, heads = problem.num_heads;
+    q_ = normal_bf16(&generator, {rows, heads, 192});
+    k_ = normal_bf16(&generator, {rows, heads, 192});
+    v_ = normal_bf16(&generator, {rows, heads, 128});
+    std::vector<int32_t> offsets;
+    for (int64_t r = 0; r <= problem.max_requests; ++r)
+      offsets.push_back(static_cast<int32_t>(r * rows_per_request));
+    indptr_ = from_i32(offsets, {problem.max_requests + 1});
+    const int64_t pairs = problem.max_requests * rows_per_request * (rows_per_request + 1) / 2;
+    work_.flops = 2.0 * (192 + 128) * as_double(pairs * heads);
+    work_.bytes_read = as_double(q_.bytes() + k_.bytes() + v_.bytes());
+    work_.bytes_written = as_double(make_outputs().bytes());
+  }
+
+ private:
+  OutLse make_outputs() const override {
+    return {OwnedTensor(DType::kBf16, {problem_.max_rows, problem_.num_heads, 128}),
+            OwnedTensor(DType::kF32, {problem_.max_rows, problem_.num_heads})};
+  }
+  MhaVarlenTensors tensors(OutLse* outputs) override {
+    return {q_, k_, v_, indptr_, indptr_, outputs->out, outputs->lse};
+  }
+  std::vector<int64_t> sampled_rows() const override { return spread_rows(problem_.max_rows); }
+  // Row i of its request alone: one request of one row over the i + 1 keys that it sees.
+  MhaVarlenTensors row_of(const MhaVarlenTensors& full, int64_t row) override {
+    const int64_t first_key = row / rows_per_request_ * rows_per_request_;
+    row_q_indptr_ = from_i32({0, 1}, {2});
+    row_kv_indptr_ = from_i32({0, static_cast<int32_t>(row - first_key + 1)}, {2});
+    return {slice_rows(full.q, row, row + 1),
+            slice_rows(full.k, first_key, row + 1),
+            slice_rows(full.v, first_key, row + 1),
+            row_q_indptr_,
+            row_kv_indptr_,
+            slice_rows(full.out, row, row + 1),
+            slice_rows(full.lse, row, row + 1)};
+  }
+  std::string difference(const MhaVarlenTensors& actual,
+                         const MhaVarlenTensors& reference) override {
+    return out_lse_difference(actual, reference);
+  }
+
+  int64_t rows_per_request_;
+  OwnedTensor q_, k_, v_, indptr_, row_q_indptr_, row_kv_indptr_;
+};
+
+// ---- merge_lse
+
+class MergeLseCase : public OperatorCase<MergeLse, OutLse> {
+ public:
+  explicit MergeLseCase(const MergeLseProblem& problem) : OperatorCase(problem) {
+    Generator generator(13);
+    out_parts_ = normal_bf16(
+        &generator, {problem.num_parts, problem.max_rows, problem.num_heads, problem.head_dim});
+    lse_parts_ = normal_f32(&generator, {problem.num_parts, problem.max_rows, problem.num_heads});
+    work_.flops = 2.0 * as_double(out_parts_.num_elements());
+    work_.bytes_read = as_double(out_parts_.bytes() + lse_parts_.bytes());
+    work_.bytes_written = as_double(make_outputs().bytes());
+  }
+
+ private:
+  OutLse make_outputs() const override {
+    return {OwnedTensor(problem_.dtype, {problem_.max_rows, problem_.num_heads, problem_.head_dim}),
+            OwnedTensor(DType::kF32, {problem_.max_rows, problem_.num_heads})};
+  }
+  MergeLseTensors tensors(OutLse* outputs) override {
+    return {out_parts_, lse_parts_, {}, outputs->out, outputs->lse};
+  }
+  std::string difference(const MergeLseTensors& actual, const MergeLseTensors& reference) override {
+    return out_lse_difference(actual, reference);
+  }
+
+  OwnedTensor out_parts_, lse_parts_;
+};
+
+std::optional<PublishedTarget> sparse_mla_target(int64_t rows, int64_t heads, RowFormat format) {
+  const bool bf16 = format == RowFormat::kBf16;
+  if (rows == 1 && heads == 128) return PublishedTarget{bf16 ? 0.80 : 0.85, 1.4, 2.9};
+  if (rows == 1 && heads == 16) return PublishedTarget{0.18};
+  if (rows == 1 && heads == 8 && bf16) return PublishedTarget{0.13};
+  if (rows == 16 && heads == 128 && bf16) return PublishedTarget{12.5};
+  if (rows == 16 && heads == 16 && bf16) return PublishedTarget{2.2};
+  return std::nullopt;
+}
+
 }  // namespace
+
+std::vector<BenchCase> sparse_mla_cases() {
+  std::vector<BenchCase> cases;
+  for (const RowFormat format : {RowFormat::kBf16, RowFormat::kV32}) {
+    for (const int64_t rows : {1, 16}) {
+      for (const int64_t heads : {128, 16, 8}) {
+        SparseMlaProblem problem;
+        problem.max_rows = rows;
+        problem.num_heads = heads;
+        problem.topk = 2048;
+        problem.softmax_scale = static_cast<float>(1 / std::sqrt(192.0));
+        problem.row_format = format;
+        problem.page_size = format == RowFormat::kV32 ? kPageSize : 0;
+        BenchCase entry;
+        entry.op = "sparse_mla";
+        entry.name = fmt::format("h{}_rows{}_{}", heads, rows, to_string(format));
+        entry.description = fmt::format("{} query row{} x {} heads, 2048 of 64K {} rows", rows,
+                                        rows == 1 ? "" : "s", heads, to_string(format));
+        entry.target = sparse_mla_target(rows, heads, format);
+        entry.make = [problem] { return std::make_unique<SparseMlaCase>(problem); };
+        cases.push_back(std::move(entry));
+      }
+    }
+  }
+  return cases;
+}
+
+std::vector<BenchCase> mha_varlen_cases() {
+  std::vector<BenchCase> cases;
+  for (const auto& [requests, rows] : {std::pair<int64_t, int64_t>{1, 1024}, {8, 128}}) {
+    MhaVarlenProblem problem;
+    problem.max_rows = problem.max_keys = requests * rows;
+    problem.max_requests = requests;
+    problem.num_heads = 16;
+    problem.softmax_scale = static_cast<float>(1 / std::sqrt(192.0));
+    BenchCase entry;
+    entry.op = "mha_varlen";
+    entry.name = fmt::format("h16_{}x{}", requests, rows);
+    entry.description = fmt::format("{} request{} of {} rows, 16 heads, causal", requests,
+                                    requests == 1 ? "" : "s", rows);
+    entry.make = [problem, rows = rows] { return std::make_unique<MhaVarlenCase>(problem, rows); };
+    cases.push_back(std::move(entry));
+  }
+  return cases;
+}
 
 std::vector<BenchCase> merge_lse_cases() {
   std::vector<BenchCase> cases;
@@ -80,9 +251,10 @@ std::vector<BenchCase> merge_lse_cases() {
     BenchCase entry;
     entry.op = "merge_lse";
     entry.name = fmt::format("h128_parts8_rows{}", rows);
-    entry.description = fmt::format("8 parts, {} rows, 128 heads x 512, bf16", rows);
+    entry.description =
+        fmt::format("8 parts, {} row{}, 128 heads x 512, bf16", rows, rows == 1 ? "" : "s");
     entry.make = [rows] {
-      return std::make_unique<MergeLseInputs>(MergeLseProblem{8, rows, 128, 512, DType::kBf16});
+      return std::make_unique<MergeLseCase>(MergeLseProblem{8, rows, 128, 512, DType::kBf16});
     };
     cases.push_back(std::move(entry));
   }

@@ -123,6 +123,7 @@ std::string table_row(const Measurement& m) {
     row += fmt::format("{:>10}{:>7.2f}{}", time_text(*m.target_ms), m.time.min_ms / *m.target_ms,
                        m.target_is_published ? " " : "*");
   }
+  if (m.time.num_samples < kMinSamples) row += fmt::format(" only {} runs", m.time.num_samples);
   return row + (m.disturbance.matters() ? " disturbed" : "") + "\n";
 }
 

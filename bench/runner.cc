@@ -12,10 +12,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kMinSamples = 20;
 constexpr int kMaxSamples = 2000;
 constexpr int kMinWarmUps = 3;
 constexpr double kWarmUpMs = 30;
+// A series ends here even with fewer samples, so that a slow implementation does not stop the rest.
+constexpr double kMaxSeriesMs = 30000;
 
 double elapsed_ms(Clock::time_point begin) {
   return std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
@@ -34,13 +35,16 @@ std::vector<std::vector<double>> sample_interleaved(const std::vector<PreparedRu
                                                     double budget_ms, CacheFlusher* flusher) {
   for (const PreparedRun& prepared : runs) {
     const Clock::time_point begin = Clock::now();
-    for (int i = 0; i < kMinWarmUps || (flusher == nullptr && elapsed_ms(begin) < kWarmUpMs); ++i)
+    for (int i = 0; elapsed_ms(begin) < kWarmUpMs || i < kMinWarmUps; ++i) {
       prepared.run();
+      if (elapsed_ms(begin) > kMaxSeriesMs / 10) break;
+    }
   }
   std::vector<std::vector<double>> samples(runs.size());
   double spent_ms = 0;
   for (int round = 0; round < kMaxSamples; ++round) {
     if (round >= kMinSamples && spent_ms > budget_ms) break;
+    if (spent_ms > kMaxSeriesMs) break;
     for (size_t i = 0; i < runs.size(); ++i) {
       if (flusher != nullptr) flusher->flush();
       const Clock::time_point begin = Clock::now();

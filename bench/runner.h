@@ -31,6 +31,9 @@ struct Statistics {
 /// Of at least one sample.
 Statistics statistics_of(std::vector<double> samples_ms);
 
+/// Fewer samples than this say little about the spread.
+inline constexpr int kMinSamples = 20;
+
 struct Measurement {
   std::string op;
   std::string case_name;

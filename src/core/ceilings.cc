@@ -15,7 +15,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr char kOp[] = "measure_ceilings";
 constexpr int64_t kGranule = 1024;  // read_stream and copy_stream take multiples of it
 
 int64_t round_to_granule(int64_t bytes) { return std::max(kGranule, bytes / kGranule * kGranule); }
@@ -186,8 +185,9 @@ ThroughputLimits measure_limits(int num_threads, LargeBuffer* buffer,
 
 MachineCeilings measure_ceilings(const Device& device, std::chrono::milliseconds budget_per_limit) {
   if (device.kind != DeviceKind::kCpu)
-    internal::unsupported(kOp, "device = " + to_string(device) + ", only the CPU is measured");
-  internal::check_range(kOp, "device.num_threads", device.num_threads, 1, 1 << 16);
+    internal::unsupported("measure_ceilings",
+                          "device = " + to_string(device) + ", only the CPU is measured");
+  internal::check_range("measure_ceilings", "device.num_threads", device.num_threads, 1, 1 << 16);
   const CpuFacts& cpu = cpu_facts();
   MachineCeilings result;
   result.cpu = cpu.model;

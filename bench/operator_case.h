@@ -1,0 +1,91 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bench/case.h"
+#include "bench/inputs.h"
+#include "fovea/device.h"
+
+/// The common part of every case: plans, output buffers, workspaces and the comparison with the
+/// reference.
+namespace fovea::bench {
+
+/// Inputs of an operator whose plan is `Plan` and whose results live in an `Outputs`.
+template <class Plan, class Outputs>
+class OperatorCase : public CaseInputs {
+ public:
+  using Problem = typename Plan::Problem;
+  using Tensors = typename Plan::Tensors;
+
+  Work work() const final { return work_; }
+
+  PreparedRun prepare(const Device& device, const Options& options) final {
+    const std::shared_ptr<Prepared> prepared = make(device, options);
+    return {prepared->plan.implementation().name, [this, prepared] { prepared->run(); },
+            [this, prepared] { return mismatch(prepared->tensors); }};
+  }
+
+ protected:
+  explicit OperatorCase(const Problem& problem) : problem_(problem) {}
+
+  /// Fresh output buffers: not yet the right result.
+  virtual Outputs make_outputs() const = 0;
+  /// Inputs and outputs of a full run.
+  virtual Tensors tensors(Outputs* outputs) = 0;
+  /// What is wrong with `actual`; empty when it matches.
+  virtual std::string difference(const Tensors& actual, const Tensors& reference) = 0;
+
+  /// Rows that the reference recomputes one by one; empty: everything, in one run. For problems
+  /// that would take the reference seconds.
+  virtual std::vector<int64_t> sampled_rows() const { return {}; }
+  /// The part of `full` that computes one row alone. Views may refer to members that the next call
+  /// changes.
+  virtual Tensors row_of(const Tensors& full, int64_t row) {
+    (void)row;
+    return full;
+  }
+
+  Problem problem_;
+  Work work_;  ///< Filled by the constructor of the derived class.
+
+ private:
+  struct Prepared {
+    Plan plan;
+    Outputs outputs;
+    Tensors tensors{};
+    HostBuffer workspace;
+    void run() { plan.run(tensors, workspace.workspace()); }
+    void run(const Tensors& part) { plan.run(part, workspace.workspace()); }
+  };
+
+  std::shared_ptr<Prepared> make(const Device& device, const Options& options) {
+    auto prepared = std::make_shared<Prepared>(
+        Prepared{Plan::plan(problem_, device, options), make_outputs(), {}, HostBuffer()});
+    prepared->tensors = tensors(&prepared->outputs);
+    prepared->workspace.reserve(prepared->plan.workspace_bytes());
+    return prepared;
+  }
+
+  std::string mismatch(const Tensors& actual) {
+    const std::vector<int64_t> rows = sampled_rows();
+    if (!reference_) {
+      reference_ = make(Device::cpu(1), Options{"ref"});
+      if (rows.empty()) reference_->run();
+      for (const int64_t row : rows) reference_->run(row_of(reference_->tensors, row));
+    }
+    if (rows.empty()) return difference(actual, reference_->tensors);
+    for (const int64_t row : rows) {
+      const std::string wrong = difference(row_of(actual, row), row_of(reference_->tensors, row));
+      if (!wrong.empty()) return "row " + std::to_string(row) + ", " + wrong;
+    }
+    return {};
+  }
+
+  std::shared_ptr<Prepared> reference_;
+};
+
+}  // namespace fovea::bench
