@@ -29,6 +29,7 @@ struct CommandLine {
   RunOptions run;
   VerifyOptions verify;
   GenTraceOptions gen_trace;
+  ReplayVerbOptions replay;
 };
 
 void add_settings(CLI::App* verb, RunSettings* settings) {
@@ -101,6 +102,67 @@ void add_verify(CLI::App& app, VerifyOptions* options) {
   verb->add_flag("--json", options->json, "Print JSON");
 }
 
+// What is served and how, in the order of docs/replay.md.
+void add_replay_options(CLI::App* verb, ReplayOptions* options) {
+  const auto count = [&](const char* name, int64_t* value, const char* text) {
+    return verb->add_option(name, *value, text)->check(kPositive);
+  };
+  verb->add_option("--model", options->model, "Model preset")->capture_default_str();
+  count("--tp", &options->tp, "Tensor parallel size; divides the heads")->capture_default_str();
+  verb->add_option("--layers", options->layers,
+                   "pattern (one of each kind), all, a number, or a list such as 0,3,60")
+      ->capture_default_str();
+  count("--max-requests", &options->max_requests, "Requests to replay; default: all");
+  verb->add_option("--skip", options->skip, "Requests left out at the start")->check(kNotNegative);
+  count("--token-scale", &options->token_scale,
+        "One replayed token stands for so many; divides 512")
+      ->capture_default_str();
+  count("--topk", &options->topk, "Selection width; default: the model's");
+  count("--page", &options->page, "Tokens per page; default: the model's, made to fit the scale");
+  count("--chunk", &options->chunk, "Prefill rows per step")->capture_default_str();
+  count("--max-batch", &options->max_batch, "Requests running at once")->capture_default_str();
+  count("--cache-tokens", &options->cache_tokens,
+        "Capacity of the cache; default: the whole trace");
+  verb->add_flag("!--no-prefix-sharing", options->prefix_sharing, "Requests share no pages");
+  verb->add_flag("--mixed", options->mixed, "Decode rows join prefill chunks");
+  verb->add_flag("--spread-arrivals", options->spread_arrivals,
+                 "Spread requests with equal timestamps, seeded");
+  verb->add_flag("--deterministic,!--no-deterministic", options->deterministic,
+                 "Equal digests whatever the schedule; on when absent");
+  verb->add_option("--check", options->check_rows, "Rows to recompute in fp64")
+      ->check(kNotNegative)
+      ->capture_default_str();
+  verb->add_option("--inject", options->inject)->group("");  // docs/testing.md
+}
+
+void add_replay(CLI::App& app, ReplayVerbOptions* options) {
+  CLI::App* verb =
+      app.add_subcommand("replay", "A recorded trace through the attention side of a server");
+  verb->footer(
+      "Example: fovea replay trace.jsonl --model deepseek-v3.2 --tp 16 --token-scale 64 "
+      "--topk 64 --check 100\nExits with 1 when a checked row is wrong.");
+  verb->add_option("trace", options->trace_path, "Trace file, JSONL or CSV")->required();
+  verb->add_option("--format", options->format, "auto, mooncake, blocks16 or csv")
+      ->capture_default_str();
+  add_replay_options(verb, &options->replay);
+  verb->add_option("--arrivals", options->arrivals, "asap, or trace: by timestamp")
+      ->capture_default_str();
+  verb->add_option("--seed", options->seed, "Seed of everything random")
+      ->check(kNotNegative)
+      ->capture_default_str();
+  for (const char* name : {"--draft-tokens", "--accept", "--draft-mode"}) {
+    verb->add_option_function<std::string>(
+            name, [options, name](const std::string&) { options->draft_options.push_back(name); },
+            "Speculative decoding: not in this build yet")
+        ->group("Later");
+  }
+  verb->add_flag("--graph", options->graph, "Captured graphs: not in this build yet")
+      ->group("Later");
+  verb->add_option("--json", options->json_path, "Write the result as JSON");
+  verb->add_option("--report", options->report_path, "Write an HTML report");
+  add_settings(verb, &options->settings);
+}
+
 void add_gen_trace(CLI::App& app, GenTraceOptions* options) {
   CLI::App* verb = app.add_subcommand("gen-trace", "Make a request trace with shared prefixes");
   verb->footer("Example: fovea gen-trace trace.jsonl --requests 100 --style agent --seed 7");
@@ -138,18 +200,21 @@ void check_environment() {
   }
 }
 
-void log_to_stderr() {
-  set_log_sink([](LogLevel level, std::string_view message) {
+// Failures and surprises always; which implementation runs on request.
+void log_to_stderr(bool verbose) {
+  set_log_sink([verbose](LogLevel level, std::string_view message) {
+    if (level == LogLevel::kDispatch && !verbose) return;
     constexpr const char* kNames[] = {"dispatch", "warning", "error"};
     fmt::print(stderr, "fovea: {}: {}\n", kNames[static_cast<int>(level)], message);
   });
 }
 
 int dispatch(const CLI::App& app, const CommandLine& line) {
-  if (line.verbose) log_to_stderr();
+  log_to_stderr(line.verbose);
   check_environment();
   if (app.got_subcommand("info")) return info(line.info);
   if (app.got_subcommand("verify")) return verify(line.verify);
+  if (app.got_subcommand("replay")) return replay(line.replay);
   if (app.got_subcommand("gen-trace")) return gen_trace(line.gen_trace);
   return run(line.run);
 }
@@ -167,6 +232,7 @@ int parse_and_dispatch(int argc, char** argv) {
   add_info(app, &line.info);
   add_run(app, &line.run);
   add_verify(app, &line.verify);
+  add_replay(app, &line.replay);
   add_gen_trace(app, &line.gen_trace);
   try {
     app.parse(argc, argv);

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "fovea/device.h"
+#include "fovea/replay.h"
 
 /// The verbs of the command line: one options struct and one function each, filled and called by
 /// main.cc. Results go to stdout, talk to stderr.
@@ -66,6 +67,20 @@ struct RunOptions {
   bool json = false;
 };
 int run(const RunOptions& options);
+
+struct ReplayVerbOptions {
+  RunSettings settings;
+  ReplayOptions replay;  ///< device, implementation, arrivals and seed come from the fields here.
+  std::string trace_path;
+  std::string format = "auto";
+  std::string arrivals = "asap";
+  int64_t seed = 0;
+  std::vector<std::string> draft_options;  ///< Options of speculative decoding that were given.
+  bool graph = false;
+  std::string json_path;
+  std::string report_path;
+};
+int replay(const ReplayVerbOptions& options);
 
 /// Mirrors TraceGeneratorOptions.
 struct GenTraceOptions {

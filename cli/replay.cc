@@ -1,0 +1,175 @@
+// fovea replay: a recorded trace through the attention side of a server.
+
+#include "fovea/replay.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+
+#include "cli/progress.h"
+#include "cli/verbs.h"
+#include "fovea/ceilings_file.h"
+#include "fovea/error.h"
+#include "fovea/trace.h"
+
+namespace fovea::cli {
+namespace {
+
+void check_model(const std::string& model) {
+  const std::vector<std::string> models = replay_models();
+  if (std::find(models.begin(), models.end(), model) != models.end()) return;
+  std::string known;
+  for (const std::string& name : models) known += (known.empty() ? "" : ", ") + name;
+  throw UsageError(fmt::format("unknown model '{}'; this build has: {}", model, known));
+}
+
+void refuse_later_options(const ReplayVerbOptions& options) {
+  if (!options.draft_options.empty()) {
+    throw UsageError(options.draft_options.front() +
+                     ": speculative decoding is not in this build yet");
+  }
+  if (options.graph) throw UsageError("--graph: captured graphs are not in this build yet");
+}
+
+[[noreturn]] void cannot_write(const std::string& path) {
+  throw Error(ErrorCode::kIo, path + ": cannot be written: " + std::strerror(errno));
+}
+
+// Found out before the run, which may take long; a file that this creates is removed again.
+void check_writable(const std::string& path) {
+  if (path.empty()) return;
+  std::error_code error;
+  const bool existed = std::filesystem::exists(path, error);
+  std::FILE* file = std::fopen(path.c_str(), "ab");
+  if (file == nullptr) cannot_write(path);
+  std::fclose(file);
+  if (!existed) std::filesystem::remove(path, error);
+}
+
+void write_text(const std::string& path, const std::string& text) {
+  if (path.empty()) return;
+  std::FILE* file = std::fopen(path.c_str(), "wb");
+  if (file == nullptr) cannot_write(path);
+  const bool written = std::fwrite(text.data(), 1, text.size(), file) == text.size();
+  if (std::fclose(file) != 0 || !written) cannot_write(path);
+}
+
+ReplayOptions library_options(const ReplayVerbOptions& options) {
+  ReplayOptions result = options.replay;
+  result.device = options.settings.parsed_device();
+  result.implementation = options.settings.implementation;
+  try {
+    result.arrivals = parse_arrivals(options.arrivals);
+  } catch (const Error& error) {
+    throw UsageError(error.what());
+  }
+  result.seed = static_cast<uint64_t>(options.seed);
+  if (const auto ceilings = load_ceilings(result.device)) result.ceilings = ceilings->all_threads;
+  return result;
+}
+
+TraceFormat trace_format(const std::string& word) {
+  try {
+    return parse_trace_format(word);
+  } catch (const Error& error) {
+    throw UsageError(error.what());
+  }
+}
+
+ReplayResult run_with_progress(const Trace& trace, const ReplayOptions& options) {
+  ProgressBar bar;
+  const auto show = [&](const ReplayProgress& progress) {
+    bar.update(progress.rows_done, progress.rows_total,
+               fmt::format("{}: {} of {} requests, {} running", progress.phase,
+                           progress.requests_completed, progress.requests_total, progress.running));
+  };
+  try {
+    return replay(trace, options, show);
+  } catch (const Error& error) {
+    // Options that contradict the model or the trace are usage errors.
+    if (error.code() == ErrorCode::kInvalidArgument) throw UsageError(error.what());
+    throw;
+  }
+}
+
+void print_operators(const ReplayResult& result) {
+  fmt::print("\n{:<18} {:<10} {:<16} {:>8} {:>10} {:>7} {:>9}\n", "operator", "layers",
+             "implementation", "calls", "ms", "time", "roofline");
+  for (const ReplayOperator& op : result.ops) {
+    const std::string roofline =
+        op.roofline_share ? fmt::format("{:.1f} %", 100 * *op.roofline_share) : "-";
+    fmt::print("{:<18} {:<10} {:<16} {:>8} {:>10.1f} {:>5.1f} % {:>9}\n", op.name, op.layer_kind,
+               op.implementation, op.calls, op.ms, 100 * op.time_share, roofline);
+  }
+}
+
+void print_check(const ReplayResult& result) {
+  const CheckSummary& check = result.check;
+  if (check.rows == 0) return;
+  fmt::print(
+      "\ncheck       {} rows recomputed in fp64 ({} prefill, {} decode, {} selecting) of {} "
+      "requests: {} mismatches\n",
+      check.rows, check.rows_prefill, check.rows_decode, check.rows_selecting, check.requests,
+      check.mismatches);
+  fmt::print(
+      "            worst output rms {:.2g} (limit 5e-3), lse {:.2g} (1e-3), selection slack "
+      "{:.2g} (1.5e-5)\n",
+      check.worst, check.worst_lse, check.selection_slack);
+  for (const CheckFailure& failure : check.failures) {
+    fmt::print("MISMATCH    {}\n", failure.message());
+  }
+}
+
+void print_summary(const ReplayResult& result) {
+  const ReplayOptions& options = result.options;
+  fmt::print("model       {}, tp {} ({} local heads), {} threads on {}\n", options.model,
+             options.tp, result.num_heads, result.threads, result.device);
+  fmt::print(
+      "scale       1 replayed token = {} trace tokens; topk {}, page {} tokens, sharing {}\n",
+      options.token_scale, result.topk, result.page, result.sharing ? "on" : "off");
+  fmt::print("requests    {} completed, {} rejected, {} preemptions\n", result.completed,
+             result.rejected, result.preempted);
+  fmt::print("tokens      {} prompt ({} reusable, {} hit), {} output\n", result.prompt_tokens,
+             result.reusable_tokens, result.hit_tokens, result.output_tokens);
+  fmt::print("cache       {} pages, {} at the peak, {} evictions\n", result.cache_pages,
+             result.pages_peak, result.evictions);
+  fmt::print("throughput  prefill {:.0f} tokens/s, decode {:.0f} tokens/s\n",
+             result.prefill_tokens_per_s, result.decode_tokens_per_s);
+  fmt::print("steps       {}: p50 {:.2f} ms, p90 {:.2f} ms, p99 {:.2f} ms\n", result.steps.size(),
+             result.step_p50_ms, result.step_p90_ms, result.step_p99_ms);
+  fmt::print("digest      selection {:016x}, output {:016x} over {} rows\n",
+             result.digest_selection, result.digest_output, result.digest_rows);
+  print_operators(result);
+  print_check(result);
+}
+
+}  // namespace
+
+int replay(const ReplayVerbOptions& options) {
+  refuse_later_options(options);
+  check_model(options.replay.model);
+  const ReplayOptions replay_options = library_options(options);
+  const TraceFormat format = trace_format(options.format);
+  check_writable(options.json_path);
+  check_writable(options.report_path);
+  const Trace trace = read_trace(options.trace_path, format);
+  const ReplayResult result = run_with_progress(trace, replay_options);
+  for (const std::string& note : result.notes) fmt::print(stderr, "fovea: {}\n", note);
+  for (const ReplayRequest& request : result.requests) {
+    if (request.outcome != RequestOutcome::kRejected) continue;
+    fmt::print(stderr, "fovea: request {} is rejected: {}\n", request.id, request.message);
+  }
+  print_summary(result);
+  write_text(options.json_path, to_json(result));
+  write_text(options.report_path, options.report_path.empty() ? "" : render_report_html(result));
+  if (result.ok()) return kExitOk;
+  fmt::print(stderr, "fovea: {} of {} checked rows are wrong\n", result.check.mismatches,
+             result.check.rows);
+  return kExitMismatch;
+}
+
+}  // namespace fovea::cli

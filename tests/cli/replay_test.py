@@ -1,0 +1,151 @@
+"""fovea replay: options, trace files, exit codes, and small runs that are checked."""
+
+import json
+import pathlib
+
+from support import CommandLineTest
+
+SCALE = ("--token-scale", 64, "--topk", 16, "--tp", 16)
+
+
+def line(**changes):
+    request = {"timestamp": 0, "input_length": 600, "output_length": 100, "hash_ids": [0, 1]} | changes
+    return json.dumps({key: value for key, value in request.items() if value is not None}) + "\n"
+
+
+class ReplayTest(CommandLineTest):
+    def trace(self, text=None):
+        path = self.folder / "trace.jsonl"
+        if text is not None:
+            path.write_text(text)
+        else:
+            self.expect(self.fovea("gen-trace", path, "--requests", 6, "--mean-input", 2500), 0)
+        return path
+
+
+class UsageTest(ReplayTest):
+    def refuse(self, code, fragment, *options):
+        self.expect(self.fovea("replay", self.folder / "trace.jsonl", *SCALE[:4], *options), code, fragment)
+
+    def setUp(self):
+        super().setUp()
+        self.trace(line())
+
+    def test_the_model_must_exist(self):
+        self.refuse(2, "unknown model 'gpt-2'", "--model", "gpt-2")
+        self.refuse(2, "deepseek-v3.2", "--model", "minimax-m3")
+
+    def test_tensor_parallelism_must_divide_the_heads(self):
+        self.refuse(2, "does not divide the 128 heads", "--tp", 3)
+
+    def test_counts_must_be_positive(self):
+        options = ("--tp", "--max-requests", "--topk", "--page", "--chunk", "--max-batch", "--cache-tokens", "--threads")
+        for option in options:
+            for value in ("0", "-1", "x", "1.5"):
+                result = self.fovea("replay", self.folder / "trace.jsonl", option, value)
+                self.expect(result, 2, option)
+        for option in ("--skip", "--check", "--seed"):
+            self.refuse(2, option, option, "-1")
+
+    def test_the_scale_must_divide_a_block(self):
+        for scale in ("0", "-2", "3", "1024"):
+            result = self.fovea("replay", self.folder / "trace.jsonl", "--token-scale", scale)
+            self.expect(result, 2, "scale")
+
+    def test_words_must_be_known(self):
+        self.refuse(2, "arrivals", "--arrivals", "random")
+        self.refuse(2, "format", "--format", "xml")
+        self.refuse(2, "layers", "--layers", "some")
+        self.refuse(2, "inject", "--inject", "nothing")
+        self.refuse(2, "'fastest'", "--impl", "fastest")
+        self.refuse(2, "cuda", "--device", "cuda:0")
+
+    def test_a_skip_that_leaves_nothing(self):
+        self.refuse(2, "skip = 1", "--skip", 1)
+
+    def test_options_of_later_builds(self):
+        for options in (("--draft-tokens", 3), ("--accept", 0.7), ("--draft-mode", "v1"), ("--graph",)):
+            self.refuse(2, f"{options[0]}: ", *options)
+            self.refuse(2, "not in this build yet", *options)
+
+    def test_fault_injection_is_hidden_from_help(self):
+        result = self.fovea("replay", "--help")
+        self.expect(result, 0, "--check", "Example: fovea replay")
+        self.assertNotIn("--inject", result.stdout)
+
+    def test_unwritable_results_are_found_before_the_run(self):
+        for option in ("--json", "--report"):
+            self.refuse(3, "no/such/folder/out", option, "no/such/folder/out")
+            self.refuse(3, "directory", option, self.folder)
+        # A path that can be written leaves no file behind when the run is refused.
+        self.refuse(2, "heads", "--tp", 3, "--json", self.folder / "new.json")
+        self.assertFalse((self.folder / "new.json").exists())
+
+
+class TraceFileTest(ReplayTest):
+    def refuse(self, text, *fragments):
+        self.expect(self.fovea("replay", self.trace(text), *SCALE), 3, "trace.jsonl", *fragments)
+
+    def test_missing_and_empty_files(self):
+        self.expect(self.fovea("replay", "missing.jsonl", *SCALE), 3, "missing.jsonl")
+        self.expect(self.fovea("replay", self.folder, *SCALE), 3)
+        self.refuse("")
+        self.refuse("\n\n")
+
+    def test_broken_lines_are_named_by_number(self):
+        self.refuse(line() + line()[:40] + "\n", "line 2")
+        self.refuse(line() + "not json\n", "line 2")
+        self.refuse(line() + "[]\n", "line 2")
+        self.refuse(line(output_length=None), "line 1", "output_length")
+        self.refuse(line(input_length="600"), "line 1", "input_length")
+
+    def test_absurd_lengths(self):
+        self.refuse(line(input_length=-5), "line 1", "input_length")
+        self.refuse(line(output_length=-1), "line 1", "output_length")
+        self.refuse(line(input_length=10**12), "line 1", "input_length")
+        self.refuse(line(input_length=1e300), "line 1")
+
+    def test_the_hash_count_must_fit_the_length(self):
+        self.refuse(line() + line(hash_ids=[1, 2, 3]), "line 2", "hash_ids")
+
+
+class RunTest(ReplayTest):
+    def replay(self, *options, code=0):
+        path = self.folder / "out.json"
+        result = self.fovea("replay", self.folder / "trace.jsonl", *SCALE, "--json", path, *options)
+        self.expect(result, code)
+        return json.loads(path.read_text()), result
+
+    def setUp(self):
+        super().setUp()
+        self.trace()
+
+    def test_a_checked_run_writes_json_and_report(self):
+        facts, result = self.replay("--check", 30, "--report", self.folder / "out.html")
+        self.assertEqual(facts["requests"]["completed"], 6)
+        self.assertEqual(facts["check"]["mismatches"], 0)
+        self.assertGreater(facts["check"]["rows_selecting"], 10)
+        self.assertLessEqual(facts["cache"]["hit_tokens"], facts["trace"]["reusable_tokens"])
+        self.assertGreater(facts["cache"]["hit_tokens"], 0)
+        for fragment in ("1 replayed token = 64 trace tokens", "30 rows recomputed", "0 mismatches", "sparse_mla"):
+            self.assertIn(fragment, result.stdout)
+        self.assertIn("<html", (self.folder / "out.html").read_text())
+        self.assertEqual(result.stderr, "")  # no progress bar without a terminal
+
+    def test_digests_do_not_depend_on_the_schedule(self):
+        digests = set()
+        for options in (("--threads", 1), ("--threads", 3, "--chunk", 16, "--max-batch", 2, "--no-prefix-sharing", "--page", 1)):
+            facts, _ = self.replay(*options)
+            digests.add((facts["digest"]["selection"], facts["digest"]["output"]))
+        self.assertEqual(len(digests), 1)
+
+    def test_a_wrong_page_is_found_and_named(self):
+        _, result = self.replay("--check", 30, "--inject", "page", code=1)
+        self.assertRegex(result.stdout, r"MISMATCH +request \d+, position \d+, layer \d+ \(dsa\), \w+: (selection|output)")
+        self.assertIn("checked rows are wrong", result.stderr)
+
+    def test_a_request_larger_than_the_cache_is_rejected(self):
+        facts, result = self.replay("--cache-tokens", 24)
+        self.assertEqual(facts["requests"]["completed"] + facts["requests"]["rejected"], 6)
+        self.assertGreater(facts["requests"]["rejected"], 0)
+        self.assertIn("is rejected: needs", result.stderr)
