@@ -12,6 +12,8 @@ namespace {
 constexpr char kOp[] = "mha_varlen";
 
 constexpr internal::Implementation<MhaVarlenProblem, MhaVarlenTensors> kImplementations[] = {
+    {"cpu", DeviceKind::kCpu, nullptr, nullptr, internal::mha_varlen_cpu_workspace,
+     internal::mha_varlen_cpu},
     {"ref", DeviceKind::kCpu, nullptr, nullptr, internal::mha_varlen_ref_workspace,
      internal::mha_varlen_ref},
 };

@@ -12,6 +12,10 @@ size_t mha_varlen_ref_workspace(const MhaVarlenProblem& problem, const Device& d
 void mha_varlen_ref(const MhaVarlenProblem& problem, const Device& device,
                     const MhaVarlenTensors& tensors, Workspace workspace);
 
+size_t mha_varlen_cpu_workspace(const MhaVarlenProblem& problem, const Device& device);
+void mha_varlen_cpu(const MhaVarlenProblem& problem, const Device& device,
+                    const MhaVarlenTensors& tensors, Workspace workspace);
+
 /// The part [begin, end) of an axis that one request owns.
 struct RequestRange {
   int64_t begin = 0;

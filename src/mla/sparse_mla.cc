@@ -14,7 +14,15 @@ namespace {
 
 constexpr char kOp[] = "sparse_mla";
 
+internal::Refusal refuse_logit_cap(const SparseMlaProblem& problem) {
+  if (problem.logit_cap == 0) return {};
+  return "has no logit_cap, got " + std::to_string(problem.logit_cap);
+}
+
 constexpr internal::Implementation<SparseMlaProblem, SparseMlaTensors> kImplementations[] = {
+    {"cpu_avx512bf16", DeviceKind::kCpu, internal::sparse_mla_cpu_avx512bf16_available,
+     refuse_logit_cap, internal::sparse_mla_cpu_avx512bf16_workspace,
+     internal::sparse_mla_cpu_avx512bf16},
     {"cpu", DeviceKind::kCpu, nullptr, nullptr, internal::sparse_mla_cpu_workspace,
      internal::sparse_mla_cpu},
     {"ref", DeviceKind::kCpu, nullptr, nullptr, internal::sparse_mla_ref_workspace,

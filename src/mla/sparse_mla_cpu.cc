@@ -20,12 +20,14 @@ namespace {
 
 // Queries are kept as [panel][Dqk][width]: the heads of a panel sit beside each other, so that one
 // key element, broadcast, meets them in `kVectors` vectors. Accumulators of a register tile:
-// keys * vectors for the logits, heads * vectors for the values; operands take the rest.
+// keys * vectors for the logits (one vector: twice the keys), heads * vectors for the values;
+// operands take the rest.
 //            vector registers   logits   values
 //   AVX2     16 of 8 lanes      6 x 2    4 x 3
-//   AVX-512  32 of 16 lanes     12 x 2   4 x 4
-constexpr int kRegisters = HWY_TARGET == HWY_AVX3 ? 32 : 16;
-constexpr int64_t kKeyPadding = 16;  // floats; 592 and 528 are odd numbers of cache lines: all sets
+//   AVX-512  32 of 16 lanes     8 x 2    4 x 4
+// Floats from key to key of a tile: 37 cache lines, an odd number, meet all sets of the cache. A
+// constant, so that the keys of a register tile are reached by displacements from one register.
+constexpr int64_t kKeyStride = 576 + 16;
 constexpr int64_t kValueHeads = 4;
 
 using Full = hn::CappedTag<float, 16>;
@@ -36,7 +38,6 @@ constexpr int64_t lanes_of(int64_t cap) {
                                                       : static_cast<int64_t>(HWY_LANES(float));
 }
 constexpr int64_t kFullPanel = 2 * lanes_of(16);
-constexpr int64_t tile_stride(int64_t head_dim_qk) { return head_dim_qk + kKeyPadding; }
 
 // Width of the panel that starts at `head`.
 inline int64_t panel_width(int64_t head, int64_t padded) {
@@ -49,9 +50,7 @@ size_t query_bytes(int64_t head_dim_qk, int64_t padded) {
   return static_cast<size_t>(head_dim_qk * padded) * sizeof(float);
 }
 
-size_t tile_bytes(int64_t head_dim_qk) {
-  return static_cast<size_t>(kTileKeys * tile_stride(head_dim_qk)) * sizeof(float);
-}
+size_t tile_bytes() { return static_cast<size_t>(kTileKeys * kKeyStride) * sizeof(float); }
 
 void load_query(const GroupShape& shape, const bf16_t* q, int64_t head_stride, void* query) {
   for (int64_t first = 0; first < shape.padded_heads;) {
@@ -92,47 +91,11 @@ HWY_INLINE void decode_row(RowFormat format, const uint8_t* row, int64_t head_di
   decode_bf16(row + kV32RopeOffset, kV32RopeChannels, to + kLatentDim);
 }
 
-// Asks for a row's lines in the second-level cache.
-HWY_INLINE void prefetch_row(const uint8_t* row, int64_t row_bytes) {
-  for (int64_t offset = 0; offset < row_bytes; offset += 64) __builtin_prefetch(row + offset, 0, 2);
-  __builtin_prefetch(row + row_bytes - 1, 0, 2);
-}
-
-// Fetches the rows of the next tile while this one is computed: a share of them at each step, so
-// that the requests never fill the miss buffers.
-class Prefetcher {
- public:
-  Prefetcher(const GroupShape& shape, const KeyTile& upcoming, int64_t num_steps)
-      : upcoming_(upcoming),
-        primary_bytes_(sparse_mla_row_bytes(shape.row_format, shape.head_dim_qk)),
-        extra_bytes_(sparse_mla_row_bytes(shape.extra_row_format, shape.head_dim_qk)),
-        num_steps_(num_steps) {}
-
-  HWY_INLINE void step() {
-    if (step_ >= num_steps_) return;
-    ++step_;
-    const int64_t end = upcoming_.num_keys * step_ / num_steps_;
-    for (; key_ < end; ++key_) {
-      prefetch_row(upcoming_.rows[key_],
-                   key_ < upcoming_.num_primary ? primary_bytes_ : extra_bytes_);
-    }
-  }
-
- private:
-  const KeyTile& upcoming_;
-  int64_t primary_bytes_;
-  int64_t extra_bytes_;
-  int64_t num_steps_;
-  int64_t step_ = 0;
-  int64_t key_ = 0;
-};
-
 // logits[k, head] (+)= dot over `count` channels, for kKeys keys and kVectors vectors of heads.
 // Channels are added one by one in their order, whatever the tile.
 template <int kKeys, int kVectors, class D>
 HWY_INLINE void dot_tile(D d, const float* HWY_RESTRICT query, const float* HWY_RESTRICT keys,
-                         int64_t key_stride, int64_t count, bool start,
-                         float* HWY_RESTRICT logits) {
+                         int64_t count, bool start, float* HWY_RESTRICT logits) {
   using V = hn::Vec<D>;
   const auto lanes = static_cast<int64_t>(hn::Lanes(d));
   const int64_t width = kVectors * lanes;
@@ -149,7 +112,7 @@ HWY_INLINE void dot_tile(D d, const float* HWY_RESTRICT query, const float* HWY_
     for (int v = 0; v < kVectors; ++v) q[v] = hn::Load(d, query + i * width + v * lanes);
 #pragma GCC unroll 16
     for (int k = 0; k < kKeys; ++k) {
-      const V key = hn::Set(d, keys[k * key_stride + i]);
+      const V key = hn::Set(d, keys[k * kKeyStride + i]);
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) sum[k][v] = hn::MulAdd(key, q[v], sum[k][v]);
     }
@@ -166,8 +129,7 @@ HWY_INLINE void dot_tile(D d, const float* HWY_RESTRICT query, const float* HWY_
 template <int kVectors, class D>
 HWY_NOINLINE void panel_logits(D d, const float* query, const float* keys, int64_t head_dim_qk,
                                int64_t num_keys, Prefetcher& prefetcher, float* logits) {
-  constexpr int kKeys = (kRegisters - 4) / kVectors > 12 ? 12 : (kRegisters - 4) / kVectors;
-  const int64_t stride = tile_stride(head_dim_qk);
+  constexpr int kKeys = (HWY_TARGET == HWY_AVX3 ? 16 : 12) / kVectors;
   const int64_t width = kVectors * static_cast<int64_t>(hn::Lanes(d));
   const int64_t half = head_dim_qk / 2;
   for (int64_t d0 = 0; d0 < head_dim_qk; d0 += half) {
@@ -175,17 +137,15 @@ HWY_NOINLINE void panel_logits(D d, const float* query, const float* keys, int64
     int64_t k = 0;
     for (; k + kKeys <= num_keys; k += kKeys) {
       prefetcher.step();
-      dot_tile<kKeys, kVectors>(d, q, keys + k * stride + d0, stride, half, d0 == 0,
+      dot_tile<kKeys, kVectors>(d, q, keys + k * kKeyStride + d0, half, d0 == 0,
                                 logits + k * width);
     }
     for (; k + 4 <= num_keys; k += 4) {
       prefetcher.step();
-      dot_tile<4, kVectors>(d, q, keys + k * stride + d0, stride, half, d0 == 0,
-                            logits + k * width);
+      dot_tile<4, kVectors>(d, q, keys + k * kKeyStride + d0, half, d0 == 0, logits + k * width);
     }
     for (; k < num_keys; ++k) {
-      dot_tile<1, kVectors>(d, q, keys + k * stride + d0, stride, half, d0 == 0,
-                            logits + k * width);
+      dot_tile<1, kVectors>(d, q, keys + k * kKeyStride + d0, half, d0 == 0, logits + k * width);
     }
   }
 }
@@ -254,9 +214,9 @@ HWY_NOINLINE void panel_softmax(D d, const GroupShape& shape, int64_t head, int6
 
 // out[h, vector v] = alpha[h] * out + sum over keys of weight * value, for 4 heads.
 template <int kVectors, class D>
-HWY_INLINE void value_tile(D d, const float* HWY_RESTRICT values, int64_t value_stride,
-                           const float* HWY_RESTRICT weights, int64_t num_keys, bool first,
-                           const float* HWY_RESTRICT alpha, float* HWY_RESTRICT out) {
+HWY_INLINE void value_tile(D d, const float* HWY_RESTRICT values, const float* HWY_RESTRICT weights,
+                           int64_t num_keys, bool first, const float* HWY_RESTRICT alpha,
+                           float* HWY_RESTRICT out) {
   using V = hn::Vec<D>;
   const auto lanes = static_cast<int64_t>(hn::Lanes(d));
   V sum[kValueHeads][kVectors];
@@ -272,8 +232,7 @@ HWY_INLINE void value_tile(D d, const float* HWY_RESTRICT values, int64_t value_
   for (int64_t k = 0; k < num_keys; ++k) {
     V value[kVectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v)
-      value[v] = hn::Load(d, values + k * value_stride + v * lanes);
+    for (int v = 0; v < kVectors; ++v) value[v] = hn::Load(d, values + k * kKeyStride + v * lanes);
 #pragma GCC unroll 4
     for (int h = 0; h < kValueHeads; ++h) {
       const V weight = hn::Set(d, weights[k * 4 + h]);
@@ -293,8 +252,7 @@ template <int kVectors, class D>
 HWY_NOINLINE void value_panel(D d, const GroupShape& shape, const float* values, int64_t num_keys,
                               bool first, const SparseMlaScratch& scratch, float* out) {
   for (int64_t head = 0; head < shape.num_heads; head += kValueHeads) {
-    value_tile<kVectors>(d, values, tile_stride(shape.head_dim_qk),
-                         scratch.weights + head / 4 * kTileKeys * 4, num_keys, first,
+    value_tile<kVectors>(d, values, scratch.weights + head / 4 * kTileKeys * 4, num_keys, first,
                          scratch.alpha + head, out + head * kLatentDim);
   }
 }
@@ -315,13 +273,21 @@ void add_values(const GroupShape& shape, int64_t num_keys, bool first,
     value_panel<2>(d, shape, values + d0, num_keys, first, scratch, state.out + d0);
 }
 
-void attend_tile(const GroupShape& shape, const KeyTile& tile, const KeyTile& upcoming, bool first,
-                 const SparseMlaScratch& scratch, const HeadState& state) {
+void softmax(const GroupShape& shape, int64_t head, int64_t width, int64_t num_keys, bool first,
+             const SparseMlaScratch& scratch, const HeadState& state) {
+  if (width == 8)
+    panel_softmax(Half(), shape, head, width, num_keys, first, scratch, state);
+  else
+    panel_softmax(Full(), shape, head, width, num_keys, first, scratch, state);
+}
+
+void attend_tile(const SparseMlaKernel&, const GroupShape& shape, const KeyTile& tile,
+                 const KeyTile& upcoming, bool first, const SparseMlaScratch& scratch,
+                 const HeadState& state) {
   auto* keys = static_cast<float*>(scratch.tile);
-  const int64_t stride = tile_stride(shape.head_dim_qk);
   for (int k = 0; k < tile.num_keys; ++k) {
     decode_row(k < tile.num_primary ? shape.row_format : shape.extra_row_format, tile.rows[k],
-               shape.head_dim_qk, keys + k * stride);
+               shape.head_dim_qk, keys + k * kKeyStride);
   }
   Prefetcher prefetcher(shape, upcoming, 2 * (tile.num_keys / 12));
   for (int64_t head = 0; head < shape.padded_heads;) {
@@ -330,19 +296,31 @@ void attend_tile(const GroupShape& shape, const KeyTile& tile, const KeyTile& up
     if (width == kFullPanel) {
       panel_logits<2>(Full(), query, keys, shape.head_dim_qk, tile.num_keys, prefetcher,
                       scratch.logits);
-      panel_softmax(Full(), shape, head, width, tile.num_keys, first, scratch, state);
     } else if (width == lanes_of(16)) {
       panel_logits<1>(Full(), query, keys, shape.head_dim_qk, tile.num_keys, prefetcher,
                       scratch.logits);
-      panel_softmax(Full(), shape, head, width, tile.num_keys, first, scratch, state);
     } else {
       panel_logits<1>(Half(), query, keys, shape.head_dim_qk, tile.num_keys, prefetcher,
                       scratch.logits);
-      panel_softmax(Half(), shape, head, width, tile.num_keys, first, scratch, state);
     }
+    softmax(shape, head, width, tile.num_keys, first, scratch, state);
     head += width;
   }
   add_values(shape, tile.num_keys, first, scratch, state);
+}
+
+void unpack_row(RowFormat format, const uint8_t* row, int64_t head_dim_qk, bf16_t* out) {
+  if (format != RowFormat::kV32) {
+    std::memcpy(out, row, static_cast<size_t>(head_dim_qk) * sizeof(bf16_t));
+    return;
+  }
+  for (int64_t tile = 0; tile < kV32NumScales; ++tile) {
+    float scale;
+    std::memcpy(&scale, row + kV32ScaleOffset + tile * 4, sizeof(scale));
+    dequantize_tile_simd(row + tile * kV32TileChannels, kV32TileChannels, scale,
+                         out + tile * kV32TileChannels);
+  }
+  std::memcpy(out + kLatentDim, row + kV32RopeOffset, kV32RopeChannels * sizeof(bf16_t));
 }
 
 // run = run * exp(run.max - max) + part * exp(part.max - max), with the larger maximum.
@@ -407,7 +385,7 @@ void finish(const float* max, const float* sum, const float* values, const HeadO
 }
 
 SparseMlaKernel kernel() {
-  return {query_bytes, tile_bytes, load_query, attend_tile, fold, finish};
+  return {query_bytes, tile_bytes, load_query, attend_tile, softmax, unpack_row, fold, finish};
 }
 
 }  // namespace

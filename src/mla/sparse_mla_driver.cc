@@ -64,7 +64,7 @@ SparseMlaScratch cut_scratch(const SparseMlaKernel& kernel, const SparseMlaProbl
   SparseMlaScratch scratch;
   scratch.query =
       cutter.take<char>(static_cast<int64_t>(kernel.query_bytes(problem.head_dim_qk, heads)));
-  scratch.tile = cutter.take<char>(static_cast<int64_t>(kernel.tile_bytes(problem.head_dim_qk)));
+  scratch.tile = cutter.take<char>(static_cast<int64_t>(kernel.tile_bytes()));
   scratch.logits = cutter.take<float>(kTileKeys * 32);
   scratch.weights = cutter.take<float>(kTileKeys * heads);
   scratch.alpha = cutter.take<float>(heads);
@@ -188,7 +188,7 @@ class Run {
     bool first = true;
     for (bool more = reader.next(tile); more;) {
       more = reader.next(upcoming);
-      kernel_.attend_tile(shape, *tile, *upcoming, first, scratch, state);
+      kernel_.attend_tile(kernel_, shape, *tile, *upcoming, first, scratch, state);
       first = !more || upcoming->part != tile->part;
       if (first) done();
       std::swap(tile, upcoming);

@@ -73,16 +73,60 @@ struct HeadOutput {
 
 struct SparseMlaKernel {
   size_t (*query_bytes)(int64_t head_dim_qk, int64_t padded_heads);
-  size_t (*tile_bytes)(int64_t head_dim_qk);
-  /// Brings the queries of `shape.num_heads` heads, `head_stride` elements apart, into the scratch.
+  size_t (*tile_bytes)();
+  /// Brings the queries of `shape.num_heads` heads, `head_stride` elements apart, into `query`.
   void (*load_query)(const GroupShape& shape, const bf16_t* q, int64_t head_stride, void* query);
-  /// Adds the keys of a tile to scratch.part, which starts anew when `first`. `upcoming` is the
-  /// next tile (maybe with no keys): its rows are fetched from memory meanwhile.
-  void (*attend_tile)(const GroupShape& shape, const KeyTile& tile, const KeyTile& upcoming,
-                      bool first, const SparseMlaScratch& scratch, const HeadState& state);
+  /// Adds the keys of a tile to `state`, which starts anew when `first`. `upcoming` is the next
+  /// tile (maybe without keys): its rows are fetched from memory meanwhile.
+  void (*attend_tile)(const SparseMlaKernel& kernel, const GroupShape& shape, const KeyTile& tile,
+                      const KeyTile& upcoming, bool first, const SparseMlaScratch& scratch,
+                      const HeadState& state);
+  /// scratch.logits [num_keys, width] of the heads from `head` on (unscaled) become
+  /// scratch.weights and scratch.alpha; updates max and sum of `state`. `width` is 8 or a multiple
+  /// of 16.
+  void (*softmax)(const GroupShape& shape, int64_t head, int64_t width, int64_t num_keys,
+                  bool first, const SparseMlaScratch& scratch, const HeadState& state);
+  /// One row as bf16 [head_dim_qk]; out is 64-byte aligned.
+  void (*unpack_row)(RowFormat format, const uint8_t* row, int64_t head_dim_qk, bf16_t* out);
   /// run += part; `first`: run = part. `heads` is a multiple of 8.
   void (*fold)(int64_t heads, bool first, const HeadState& part, const HeadState& run);
+  /// Output of one head from its sums.
   void (*finish)(const float* max, const float* sum, const float* values, const HeadOutput& output);
+};
+
+/// The kernel of the best instruction set that Highway dispatches to.
+SparseMlaKernel sparse_mla_cpu_kernel();
+
+/// Fetches the rows of the next tile while this one is computed: a share of them at each step, so
+/// that the requests do not fill the miss buffers at once.
+class Prefetcher {
+ public:
+  Prefetcher(const GroupShape& shape, const KeyTile& upcoming, int64_t num_steps)
+      : upcoming_(upcoming),
+        primary_bytes_(sparse_mla_row_bytes(shape.row_format, shape.head_dim_qk)),
+        extra_bytes_(sparse_mla_row_bytes(shape.extra_row_format, shape.head_dim_qk)),
+        num_steps_(num_steps) {}
+
+  void step() {
+    if (step_ >= num_steps_) return;
+    ++step_;
+    const int64_t end = upcoming_.num_keys * step_ / num_steps_;
+    for (; key_ < end; ++key_) {
+      const int64_t row_bytes = key_ < upcoming_.num_primary ? primary_bytes_ : extra_bytes_;
+      // Into the second-level cache: a tile is larger than the first.
+      for (int64_t offset = 0; offset < row_bytes; offset += 64)
+        __builtin_prefetch(upcoming_.rows[key_] + offset, 0, 2);
+      __builtin_prefetch(upcoming_.rows[key_] + row_bytes - 1, 0, 2);
+    }
+  }
+
+ private:
+  const KeyTile& upcoming_;
+  int64_t primary_bytes_;
+  int64_t extra_bytes_;
+  int64_t num_steps_;
+  int64_t step_ = 0;
+  int64_t key_ = 0;
 };
 
 size_t sparse_mla_workspace(const SparseMlaKernel& kernel, const SparseMlaProblem& problem,

@@ -3,6 +3,8 @@
 #include <cstddef>
 
 #include "fovea/sparse_mla.h"
+#include "src/core/check.h"
+#include "src/core/implementation_list.h"
 
 /// The implementations of sparse_mla. Problems arrive with extra_row_format and extra_page_size
 /// filled in.
@@ -14,5 +16,9 @@ void sparse_mla_ref(const SparseMlaProblem& problem, const Device& device,
 size_t sparse_mla_cpu_workspace(const SparseMlaProblem& problem, const Device& device);
 void sparse_mla_cpu(const SparseMlaProblem& problem, const Device& device,
                     const SparseMlaTensors& tensors, Workspace workspace);
+Refusal sparse_mla_cpu_avx512bf16_available();
+size_t sparse_mla_cpu_avx512bf16_workspace(const SparseMlaProblem& problem, const Device& device);
+void sparse_mla_cpu_avx512bf16(const SparseMlaProblem& problem, const Device& device,
+                               const SparseMlaTensors& tensors, Workspace workspace);
 
 }  // namespace fovea::internal

@@ -308,22 +308,22 @@ TEST_P(MhaVarlenTest, KnownFault7EveryHeadEqualsItsOwnRun) {
 }
 
 TEST_P(MhaVarlenTest, BitsDependOnTheRowAndItsKeysAlone) {
-  Batch batch({50, 9, 33}, {90, 9, 40}, 2, true, 9);
+  Batch batch({150, 9, 33}, {190, 9, 40}, 2, true, 9);
   run(batch);
   for (const int threads : {2, 3}) {
-    Batch threaded({50, 9, 33}, {90, 9, 40}, 2, true, 9);
+    Batch threaded({150, 9, 33}, {190, 9, 40}, 2, true, 9);
     run(threaded, threads);
     EXPECT_EQ(threaded.out.bytes(), batch.out.bytes());
     EXPECT_EQ(threaded.lse.bytes(), batch.lse.bytes());
   }
   // The last `count` rows of request 0 alone: right alignment gives them the same keys.
-  for (const int32_t count : {1, 2, 5, 31, 49}) {
-    Batch part({50, 9, 33}, {90, 9, 40}, 2, true, 9);
+  for (const int32_t count : {1, 2, 5, 31, 127, 149}) {
+    Batch part({150, 9, 33}, {190, 9, 40}, 2, true, 9);
     part.problem.max_requests = 1;
-    part.q_indptr = Tensor::i32({2}, {50 - count, 50});
-    part.kv_indptr = Tensor::i32({2}, {0, 90});
+    part.q_indptr = Tensor::i32({2}, {150 - count, 150});
+    part.kv_indptr = Tensor::i32({2}, {0, 190});
     run(part);
-    for (int64_t t = 50 - count; t < 50; ++t) {
+    for (int64_t t = 150 - count; t < 150; ++t) {
       EXPECT_EQ(part.out_row(t), batch.out_row(t)) << "row " << t << " of the last " << count;
       EXPECT_EQ(part.lse_row(t), batch.lse_row(t));
     }
@@ -335,11 +335,11 @@ TEST_P(MhaVarlenTest, BitsDependOnTheRowAndItsKeysAlone) {
     std::copy_n(from.data<bf16_t>() + from_row * row_elements, rows * row_elements,
                 to.data<bf16_t>() + to_row * row_elements);
   };
-  copy_rows(batch.q, 50, moved.q, 3, 9, 2 * 192);
-  copy_rows(batch.k, 90, moved.k, 1, 9, 2 * 192);
-  copy_rows(batch.v, 90, moved.v, 1, 9, 2 * 128);
+  copy_rows(batch.q, 150, moved.q, 3, 9, 2 * 192);
+  copy_rows(batch.k, 190, moved.k, 1, 9, 2 * 192);
+  copy_rows(batch.v, 190, moved.v, 1, 9, 2 * 128);
   run(moved);
-  for (int64_t t = 0; t < 9; ++t) EXPECT_EQ(moved.out_row(3 + t), batch.out_row(50 + t));
+  for (int64_t t = 0; t < 9; ++t) EXPECT_EQ(moved.out_row(3 + t), batch.out_row(150 + t));
 }
 
 TEST_P(MhaVarlenTest, KnownFault14StridedViewsEqualPackedCopies) {

@@ -18,6 +18,34 @@ uint16_t bits_of(double bf16_value) { return bf16_from_float(static_cast<float>(
 
 uint32_t bits_of_f32(double value) { return std::bit_cast<uint32_t>(static_cast<float>(value)); }
 
+struct HeadFormula {
+  long double sum = 0;  // of exp(s_j)
+  long double largest = -kInfinity;
+  std::vector<double> value;  // sum_j exp(s_j) / sum * v_j
+};
+
+HeadFormula apply_formula(const SparseMlaProblem& problem, const std::vector<double>& query,
+                          const std::vector<const double*>& keys) {
+  HeadFormula head;
+  std::vector<long double> weights;
+  for (const double* key : keys) {
+    double dot[4] = {};  // four chains of additions, for speed
+    for (size_t d = 0; d < query.size(); ++d) dot[d % 4] += query[d] * key[d];
+    long double logit =
+        static_cast<long double>(problem.softmax_scale) * (dot[0] + dot[1] + dot[2] + dot[3]);
+    if (problem.logit_cap > 0) logit = problem.logit_cap * std::tanh(logit / problem.logit_cap);
+    if (std::isnan(logit) || logit > head.largest) head.largest = logit;
+    weights.push_back(std::exp(logit));
+    head.sum += weights.back();
+  }
+  head.value.assign(512, 0);
+  for (size_t j = 0; j < keys.size(); ++j) {
+    const auto weight = static_cast<double>(weights[j] / head.sum);
+    for (size_t d = 0; d < 512; ++d) head.value[d] += weight * keys[j][d];
+  }
+  return head;
+}
+
 }  // namespace
 
 StridedTensor::StridedTensor(DType dtype, std::vector<int64_t> shape, std::vector<int64_t> pads,
@@ -236,17 +264,12 @@ SparseMlaTensors SparseMlaCase::tensors(int64_t begin, int64_t end, Buffers& buf
   return tensors;
 }
 
-Outputs SparseMlaCase::run(const Options& options, int threads, int64_t begin, int64_t end) {
-  Buffers buffers;
-  const SparseMlaTensors tensors = this->tensors(begin, end < 0 ? spec_.rows : end, buffers);
-  const SparseMla plan = SparseMla::plan(problem(), Device::cpu(threads), options);
+Outputs SparseMlaCase::run(const SparseMlaProblem& problem, const SparseMlaTensors& tensors,
+                           const Options& options, int threads) {
+  const SparseMla plan = SparseMla::plan(problem, Device::cpu(threads), options);
   HostBuffer scratch(plan.workspace_bytes());
   if (scratch.bytes() > 0) std::memset(scratch.data(), 0xFF, scratch.bytes());
   plan.run(tensors, scratch.workspace());
-  EXPECT_TRUE(buffers.out.gaps_untouched() && buffers.lse.gaps_untouched() &&
-              buffers.max_logits.gaps_untouched())
-      << "wrote between the rows of an output";
-
   Outputs outputs;
   outputs.out = to_doubles(tensors.out);
   outputs.lse = to_doubles(tensors.lse);
@@ -256,6 +279,39 @@ Outputs SparseMlaCase::run(const Options& options, int threads, int64_t begin, i
   for (const double value : outputs.max_logits)
     outputs.max_logits_bits.push_back(bits_of_f32(value));
   return outputs;
+}
+
+Outputs SparseMlaCase::run(const Options& options, int threads, int64_t begin, int64_t end) {
+  Buffers buffers;
+  const SparseMlaTensors tensors = this->tensors(begin, end < 0 ? spec_.rows : end, buffers);
+  const Outputs outputs = run(problem(), tensors, options, threads);
+  EXPECT_TRUE(buffers.out.gaps_untouched() && buffers.lse.gaps_untouched() &&
+              buffers.max_logits.gaps_untouched())
+      << "wrote between the rows of an output";
+  return outputs;
+}
+
+Outputs SparseMlaCase::run_head(const Options& options, int64_t head) {
+  SparseMlaProblem problem = this->problem();
+  problem.num_heads = 1;
+  Buffers buffers;
+  SparseMlaTensors tensors = this->tensors(0, spec_.rows, buffers);
+  const auto take_head = [&](auto& view) {
+    using Data = decltype(view.data);
+    view.shape[1] = 1;
+    const int64_t bytes = head * view.stride[1] * static_cast<int64_t>(size_of(view.dtype));
+    using Byte = std::conditional_t<std::is_same_v<Data, const void*>, const char, char>;
+    view.data = static_cast<Byte*>(view.data) + bytes;
+  };
+  take_head(tensors.q);
+  take_head(tensors.out);
+  take_head(tensors.lse);
+  take_head(tensors.max_logits);
+  if (spec_.sink) {
+    tensors.sink.shape[0] = 1;
+    tensors.sink.data = static_cast<const float*>(tensors.sink.data) + head;
+  }
+  return run(problem, tensors, options, 1);
 }
 
 int64_t SparseMlaCase::count_allocations(const Options& options, int threads) {
@@ -303,26 +359,14 @@ Outputs SparseMlaCase::expected(int64_t begin, int64_t end) const {
       std::vector<double> query;
       for (int64_t d = 0; d < spec_.head_dim_qk; ++d)
         query.push_back(bf16_to_float(q.at<bf16_t>({t, h, d})));
-      long double sum = 0;
-      long double largest = -kInfinity;
-      std::vector<long double> value(512, 0);
-      for (const double* key : keys) {
-        double dot = 0;
-        for (size_t d = 0; d < query.size(); ++d) dot += query[d] * key[d];
-        long double logit = static_cast<long double>(problem.softmax_scale) * dot;
-        if (problem.logit_cap > 0) logit = problem.logit_cap * std::tanh(logit / problem.logit_cap);
-        if (std::isnan(logit) || logit > largest) largest = logit;
-        const long double weight = std::exp(logit);
-        sum += weight;
-        for (size_t d = 0; d < 512; ++d) value[d] += weight * key[d];
-      }
-      const long double lse = std::log(sum);
+      const HeadFormula head = apply_formula(problem, query, keys);
+      const long double lse = std::log(head.sum);
       const long double factor = spec_.sink ? 1 / (1 + std::exp(sink.at<float>({h}) - lse)) : 1.0L;
-      for (size_t d = 0; d < 512; ++d)
-        outputs.out.push_back(sum == 0 ? 0.0 : static_cast<double>(factor * value[d] / sum));
-      const bool flip = sum == 0 && spec_.empty_lse == EmptyLse::kPosInf;
+      for (const double value : head.value)
+        outputs.out.push_back(head.sum == 0 ? 0.0 : static_cast<double>(factor) * value);
+      const bool flip = head.sum == 0 && spec_.empty_lse == EmptyLse::kPosInf;
       outputs.lse.push_back(static_cast<double>(flip ? kInfinity : lse));
-      outputs.max_logits.push_back(static_cast<double>(largest));
+      outputs.max_logits.push_back(static_cast<double>(head.largest));
     }
   }
   return outputs;

@@ -89,6 +89,8 @@ class SparseMlaCase {
   SparseMlaProblem problem() const;
   /// Tensors of rows [begin, end), over fresh outputs.
   Outputs run(const Options& options, int threads = 1, int64_t begin = 0, int64_t end = -1);
+  /// One head of every row as a problem of its own.
+  Outputs run_head(const Options& options, int64_t head);
   /// The formula in long double over the decoded keys, without a running maximum.
   Outputs expected(int64_t begin = 0, int64_t end = -1) const;
   testing::AssertionResult matches(const Outputs& actual, int64_t begin = 0,
@@ -120,6 +122,8 @@ class SparseMlaCase {
     StridedTensor out, lse, max_logits;
   };
   SparseMlaTensors tensors(int64_t begin, int64_t end, Buffers& buffers) const;
+  static Outputs run(const SparseMlaProblem& problem, const SparseMlaTensors& tensors,
+                     const Options& options, int threads);
   void build_cache(Cache& cache, const CacheSpec& spec, Rng& rng);
   void build_lists(Cache& cache, Rng& rng, std::vector<char>& referenced);
   void write_key(Cache& cache, int64_t key, Rng& rng);
