@@ -136,8 +136,9 @@ class Run {
       const int64_t unit = begin / parts;
       attend_part(unit / num_groups_, unit % num_groups_, begin % parts, layout_.workers[worker]);
     });
-    ParallelFor(units, 1, [&](int64_t begin, int64_t, int worker) {
-      fold_parts(begin / num_groups_, begin % num_groups_, layout_.workers[worker]);
+    const int64_t octets = layout_.partials.heads / kHeadPadding;
+    ParallelFor(q_.shape[0] * octets, 1, [&](int64_t begin, int64_t, int worker) {
+      fold_parts(begin / octets, begin % octets * kHeadPadding, layout_.workers[worker]);
     });
   }
 
@@ -178,16 +179,18 @@ class Run {
     scratch.loaded_head = head;
   }
 
-  // Attends to the parts of the reader one after the other and calls done() after each.
+  // Attends to the parts of the reader one after the other and calls done() after each. `beyond`
+  // yields the tile that this worker probably meets after the last one.
   template <class Done>
-  void attend(const GroupShape& shape, TileReader& reader, const SparseMlaScratch& scratch,
-              const HeadState& state, Done done) const {
+  void attend(const GroupShape& shape, TileReader& reader, TileReader& beyond,
+              const SparseMlaScratch& scratch, const HeadState& state, Done done) const {
     KeyTile tiles[2];
     KeyTile* tile = &tiles[0];
     KeyTile* upcoming = &tiles[1];
     bool first = true;
     for (bool more = reader.next(tile); more;) {
       more = reader.next(upcoming);
+      if (!more) beyond.next(upcoming);
       kernel_.attend_tile(kernel_, shape, *tile, *upcoming, first, scratch, state);
       first = !more || upcoming->part != tile->part;
       if (first) done();
@@ -195,17 +198,26 @@ class Run {
     }
   }
 
+  // Nobody has asked for the rows of a task's first tile yet, unless the worker guessed right.
+  void fetch_first_tile(const GroupShape& shape, TileReader reader) const {
+    KeyTile tile;
+    if (reader.next(&tile)) Prefetcher(shape, tile, 1).step();
+  }
+
   void attend_whole(int64_t t, int64_t group, SparseMlaScratch& scratch) const {
     const GroupShape shape = shape_of(group);
     const RowParts parts = parts_of(t);
     TileReader reader(segments_, t, parts, 0, parts.num_parts);
+    TileReader beyond(segments_, t, parts, 0, 0);
+    fetch_first_tile(shape, reader);
     load_query(t, group, shape, scratch);
     bool first = true;
-    attend(shape, reader, scratch, scratch.part, [&] {
+    attend(shape, reader, beyond, scratch, scratch.part, [&] {
       kernel_.fold(shape.padded_heads, first, scratch.part, scratch.run);
       first = false;
     });
-    finish(t, group, shape, first, scratch.run);
+    for (int64_t i = 0; i < shape.num_heads; ++i)
+      finish(t, group * group_heads_ + i, first, scratch.run.from_head(i));
   }
 
   void attend_part(int64_t t, int64_t group, int64_t part, SparseMlaScratch& scratch) const {
@@ -216,41 +228,41 @@ class Run {
     if (part >= parts.num_parts) return;
     const GroupShape shape = shape_of(group);
     TileReader reader(segments_, t, parts, part, part + 1);
+    TileReader beyond(segments_, t, parts, part + 1, std::min(part + 2, parts.num_parts));
+    fetch_first_tile(shape, reader);
     load_query(t, group, shape, scratch);
-    attend(shape, reader, scratch, layout_.partials.state(t, part).from_head(head),
+    attend(shape, reader, beyond, scratch, layout_.partials.state(t, part).from_head(head),
            [&] { used = 1; });
   }
 
-  void fold_parts(int64_t t, int64_t group, const SparseMlaScratch& scratch) const {
-    const int64_t head = group * group_heads_;
-    const GroupShape shape = shape_of(group);
+  // Folds the parts of 8 heads.
+  void fold_parts(int64_t t, int64_t first_head, const SparseMlaScratch& scratch) const {
+    const int64_t group_head = first_head / group_heads_ * group_heads_;
     bool first = true;
     for (int64_t part = 0; part < layout_.partials.parts; ++part) {
-      if (layout_.partials.used_flag(t, part, head) == 0) continue;
-      kernel_.fold(shape.padded_heads, first, layout_.partials.state(t, part).from_head(head),
+      if (layout_.partials.used_flag(t, part, group_head) == 0) continue;
+      kernel_.fold(kHeadPadding, first, layout_.partials.state(t, part).from_head(first_head),
                    scratch.run);
       first = false;
     }
-    finish(t, group, shape, first, scratch.run);
+    const int64_t end_head = std::min(first_head + kHeadPadding, problem_.num_heads);
+    for (int64_t h = first_head; h < end_head; ++h)
+      finish(t, h, first, scratch.run.from_head(h - first_head));
   }
 
-  void finish(int64_t t, int64_t group, const GroupShape& shape, bool empty,
-              const HeadState& state) const {
+  void finish(int64_t t, int64_t h, bool empty, const HeadState& state) const {
     constexpr float kNegInf = -std::numeric_limits<float>::infinity();
-    const float zero = 0;
-    for (int64_t i = 0; i < shape.num_heads; ++i) {
-      const int64_t h = group * group_heads_ + i;
-      HeadOutput output;
-      output.out = out_.row(t, h);
-      output.lse = &lse_(t, h);
-      output.max_logit = max_logits_ ? &max_logits_(t, h) : nullptr;
-      output.sink = sink_ ? &sink_(h) : nullptr;
-      output.empty_lse = problem_.empty_lse;
-      if (empty)
-        kernel_.finish(&kNegInf, &zero, nullptr, output);
-      else
-        kernel_.finish(state.max + i, state.sum + i, state.out + i * kLatentDim, output);
-    }
+    constexpr float kNoSum = 0;
+    HeadOutput output;
+    output.out = out_.row(t, h);
+    output.lse = &lse_(t, h);
+    output.max_logit = max_logits_ ? &max_logits_(t, h) : nullptr;
+    output.sink = sink_ ? &sink_(h) : nullptr;
+    output.empty_lse = problem_.empty_lse;
+    if (empty)
+      kernel_.finish(&kNegInf, &kNoSum, nullptr, output);
+    else
+      kernel_.finish(state.max, state.sum, state.out, output);
   }
 
   const SparseMlaKernel& kernel_;
