@@ -91,11 +91,11 @@ HWY_INLINE void decode_row(RowFormat format, const uint8_t* row, int64_t head_di
   decode_bf16(row + kV32RopeOffset, kV32RopeChannels, to + kLatentDim);
 }
 
-// logits[k, head] (+)= dot over `count` channels, for kKeys keys and kVectors vectors of heads.
-// Channels are added one by one in their order, whatever the tile.
+// logits[k, head] = dot over all channels, for kKeys keys and kVectors vectors of heads. Channels
+// are added one by one in their order, whatever the tile.
 template <int kKeys, int kVectors, class D>
 HWY_INLINE void dot_tile(D d, const float* HWY_RESTRICT query, const float* HWY_RESTRICT keys,
-                         int64_t count, bool start, float* HWY_RESTRICT logits) {
+                         int64_t head_dim_qk, float* HWY_RESTRICT logits) {
   using V = hn::Vec<D>;
   const auto lanes = static_cast<int64_t>(hn::Lanes(d));
   const int64_t width = kVectors * lanes;
@@ -103,10 +103,10 @@ HWY_INLINE void dot_tile(D d, const float* HWY_RESTRICT query, const float* HWY_
 #pragma GCC unroll 16
   for (int k = 0; k < kKeys; ++k) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v)
-      sum[k][v] = start ? hn::Zero(d) : hn::Load(d, logits + k * width + v * lanes);
+    for (int v = 0; v < kVectors; ++v) sum[k][v] = hn::Zero(d);
   }
-  for (int64_t i = 0; i < count; ++i) {
+#pragma GCC unroll 2
+  for (int64_t i = 0; i < head_dim_qk; ++i) {
     V q[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) q[v] = hn::Load(d, query + i * width + v * lanes);
@@ -124,30 +124,23 @@ HWY_INLINE void dot_tile(D d, const float* HWY_RESTRICT query, const float* HWY_
   }
 }
 
-// The logits (unscaled) of all keys of a tile with one panel of heads. The channels are cut in two
-// so that half a panel of queries (18 KiB) stays in the first-level cache.
+// The logits (unscaled) of all keys of a tile with one panel of heads.
 template <int kVectors, class D>
 HWY_NOINLINE void panel_logits(D d, const float* query, const float* keys, int64_t head_dim_qk,
                                int64_t num_keys, Prefetcher& prefetcher, float* logits) {
   constexpr int kKeys = (HWY_TARGET == HWY_AVX3 ? 16 : 12) / kVectors;
   const int64_t width = kVectors * static_cast<int64_t>(hn::Lanes(d));
-  const int64_t half = head_dim_qk / 2;
-  for (int64_t d0 = 0; d0 < head_dim_qk; d0 += half) {
-    const float* q = query + d0 * width;
-    int64_t k = 0;
-    for (; k + kKeys <= num_keys; k += kKeys) {
-      prefetcher.step();
-      dot_tile<kKeys, kVectors>(d, q, keys + k * kKeyStride + d0, half, d0 == 0,
-                                logits + k * width);
-    }
-    for (; k + 4 <= num_keys; k += 4) {
-      prefetcher.step();
-      dot_tile<4, kVectors>(d, q, keys + k * kKeyStride + d0, half, d0 == 0, logits + k * width);
-    }
-    for (; k < num_keys; ++k) {
-      dot_tile<1, kVectors>(d, q, keys + k * kKeyStride + d0, half, d0 == 0, logits + k * width);
-    }
+  int64_t k = 0;
+  for (; k + kKeys <= num_keys; k += kKeys) {
+    prefetcher.step();
+    dot_tile<kKeys, kVectors>(d, query, keys + k * kKeyStride, head_dim_qk, logits + k * width);
   }
+  for (; k + 4 <= num_keys; k += 4) {
+    prefetcher.step();
+    dot_tile<4, kVectors>(d, query, keys + k * kKeyStride, head_dim_qk, logits + k * width);
+  }
+  for (; k < num_keys; ++k)
+    dot_tile<1, kVectors>(d, query, keys + k * kKeyStride, head_dim_qk, logits + k * width);
 }
 
 // Stores the weights of a vector of heads for one key: groups of 4 heads are kTileKeys * 4 apart.
@@ -229,6 +222,7 @@ HWY_INLINE void value_tile(D d, const float* HWY_RESTRICT values, const float* H
                 : hn::Mul(hn::Set(d, alpha[h]), hn::Load(d, out + h * kLatentDim + v * lanes));
     }
   }
+#pragma GCC unroll 2
   for (int64_t k = 0; k < num_keys; ++k) {
     V value[kVectors];
 #pragma GCC unroll 4
@@ -289,7 +283,7 @@ void attend_tile(const SparseMlaKernel&, const GroupShape& shape, const KeyTile&
     decode_row(k < tile.num_primary ? shape.row_format : shape.extra_row_format, tile.rows[k],
                shape.head_dim_qk, keys + k * kKeyStride);
   }
-  Prefetcher prefetcher(shape, upcoming, 2 * (tile.num_keys / 12));
+  Prefetcher prefetcher(shape, upcoming, std::max(1, tile.num_keys / 16));
   for (int64_t head = 0; head < shape.padded_heads;) {
     const int64_t width = panel_width(head, shape.padded_heads);
     const float* query = static_cast<const float*>(scratch.query) + head * shape.head_dim_qk;
