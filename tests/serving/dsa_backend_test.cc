@@ -177,43 +177,57 @@ std::vector<std::vector<double>> decoded_keys(const DsaConfig& config, int reque
 // fp64 logits of the last row of a request of `len` tokens, over quantised inputs.
 std::vector<double> reference_logits(const DsaConfig& config, int request, int64_t len) {
   const int64_t heads = config.index_heads, dim = config.index_dim;
-  std::vector<bf16_t> q, k;
-  std::vector<float> gate;
+  const Token last = make_token(config, request, len - 1);
+  std::vector<bf16_t> k;
   std::vector<int32_t> positions;
   for (int64_t p = 0; p < len; ++p) {
     const Token token = make_token(config, request, p);
-    q.insert(q.end(), token.index_q.begin(), token.index_q.end());
     k.insert(k.end(), token.index_k.begin(), token.index_k.end());
-    gate.insert(gate.end(), token.gate.begin(), token.gate.end());
     positions.push_back(static_cast<int32_t>(p));
   }
   IndexQuantizeProblem problem;
   problem.max_rows = len;
   problem.num_heads = heads;
   problem.hadamard = true;
-  const Tensor q_in = Tensor::bf16({len, heads, dim}, q), k_in = Tensor::bf16({len, dim}, k),
-               gate_in = Tensor::f32({len, heads}, gate),
-               position_in = Tensor::i32({len}, positions),
-               cos_sin = test::make_cos_sin(config.table_width, 64),
-               weight = test::make_norm_weight(dim), bias = test::make_norm_bias(dim);
-  Tensor q_fp8(DType::kU8, {len, heads, dim}), q_scale(DType::kF32, {len, heads}),
-      k_fp8(DType::kU8, {len, dim}), k_scale(DType::kF32, {len}),
-      head_weight(DType::kF32, {len, heads});
   const auto plan = IndexQuantize::plan(problem, Device::cpu(1), {"ref"});
   HostBuffer workspace(plan.workspace_bytes());
-  plan.run({q_in, k_in, weight, bias, gate_in, position_in, cos_sin, q_fp8, q_scale, k_fp8, k_scale,
-            head_weight},
-           workspace.workspace());
+  const Tensor cos_sin = test::make_cos_sin(config.table_width, 64);
+  const Tensor k_in = Tensor::bf16({len, dim}, k), k_positions = Tensor::i32({len}, positions),
+               weight = test::make_norm_weight(dim), bias = test::make_norm_bias(dim);
+  Tensor k_fp8(DType::kU8, {len, dim}), k_scale(DType::kF32, {len});
+  IndexQuantizeTensors keys;
+  keys.k = k_in;
+  keys.norm_weight = weight;
+  keys.norm_bias = bias;
+  keys.positions = k_positions;
+  keys.cos_sin = cos_sin;
+  keys.k_fp8 = k_fp8;
+  keys.k_scale = k_scale;
+  plan.run(keys, workspace.workspace());
+  const Tensor q_in = Tensor::bf16({1, heads, dim}, last.index_q),
+               gate_in = Tensor::f32({1, heads}, last.gate),
+               q_positions = Tensor::i32({1}, {static_cast<int32_t>(len - 1)});
+  Tensor q_fp8(DType::kU8, {1, heads, dim}), q_scale(DType::kF32, {1, heads}),
+      head_weight(DType::kF32, {1, heads});
+  IndexQuantizeTensors query;
+  query.q = q_in;
+  query.head_gate = gate_in;
+  query.positions = q_positions;
+  query.cos_sin = cos_sin;
+  query.q_fp8 = q_fp8;
+  query.q_scale = q_scale;
+  query.head_weight = head_weight;
+  plan.run(query, workspace.workspace());
   std::vector<double> logits;
   for (int64_t j = 0; j < len; ++j) {
     double logit = 0;
     for (int64_t h = 0; h < heads; ++h) {
       double dot = 0;
       for (int64_t d = 0; d < dim; ++d) {
-        dot += double{e4m3_to_float(q_fp8.data<uint8_t>()[((len - 1) * heads + h) * dim + d])} *
+        dot += double{e4m3_to_float(q_fp8.data<uint8_t>()[h * dim + d])} *
                double{e4m3_to_float(k_fp8.data<uint8_t>()[j * dim + d])};
       }
-      logit += double{head_weight.data<float>()[(len - 1) * heads + h]} * std::max(0.0, dot);
+      logit += double{head_weight.data<float>()[h]} * std::max(0.0, dot);
     }
     logits.push_back(logit * double{k_scale.data<float>()[j]});
   }
@@ -243,6 +257,41 @@ void expect_legal_selection(const std::vector<double>& logits, const RowResult& 
   }
 }
 
+// One row in fp64: its selection against the logits, its output and lse over what it selected.
+void expect_row_agrees(const DsaConfig& config, const RowResult& row, int request,
+                       int64_t position) {
+  expect_legal_selection(reference_logits(config, request, position + 1), row, config.topk);
+  const auto keys = decoded_keys(config, request, position + 1);
+  const Token token = make_token(config, request, position);
+  std::vector<double> out, lse, actual_out, actual_lse;
+  for (size_t h = 0; h < static_cast<size_t>(config.num_heads); ++h) {
+    std::vector<double> scores;
+    for (const int32_t j : row.positions) {
+      if (j < 0) continue;
+      double dot = 0;
+      for (size_t d = 0; d < 576; ++d) {
+        dot += double{bf16_to_float(token.q[h * 576 + d])} * keys[static_cast<size_t>(j)][d];
+      }
+      scores.push_back(dot * double{DsaRig::kSoftmaxScale});
+    }
+    const double largest = *std::max_element(scores.begin(), scores.end());
+    double sum = 0;
+    for (const double score : scores) sum += std::exp(score - largest);
+    lse.push_back(largest + std::log(sum));
+    std::vector<double> value(512, 0.0);
+    for (size_t i = 0; i < scores.size(); ++i) {
+      const double weight = std::exp(scores[i] - lse.back());
+      const auto& key = keys[static_cast<size_t>(row.positions[i])];
+      for (size_t d = 0; d < 512; ++d) value[d] += weight * key[d];
+    }
+    out.insert(out.end(), value.begin(), value.end());
+    actual_lse.push_back(double{row.lse[h]});
+  }
+  for (const uint16_t bits : row.out) actual_out.push_back(bf16_to_float(bf16_t{bits}));
+  EXPECT_LT(test::relative_rms(actual_out, out), 5e-3);
+  EXPECT_TRUE(test::ExpectClose(actual_lse, lse, test::kLse));
+}
+
 TEST_P(DsaBackendTest, RowsAgreeWithAnIndependentRecomputation) {
   const DsaConfig config = DsaRig::small_config(4, GetParam());
   DsaRig rig(config, 2);
@@ -258,38 +307,26 @@ TEST_P(DsaBackendTest, RowsAgreeWithAnIndependentRecomputation) {
                                           {1, 11},
                                           {1, 14},
                                           {1, 17}}) {
-    const RowResult& row = rig.results().at({request, position});
-    expect_legal_selection(reference_logits(config, request, position + 1), row, config.topk);
-    const auto keys = decoded_keys(config, request, position + 1);
-    const Token token = make_token(config, request, position);
-    std::vector<double> out, lse, actual_out, actual_lse;
-    for (size_t h = 0; h < 4; ++h) {
-      std::vector<double> scores;
-      for (const int32_t j : row.positions) {
-        if (j < 0) continue;
-        double dot = 0;
-        for (size_t d = 0; d < 576; ++d) {
-          dot += double{bf16_to_float(token.q[h * 576 + d])} * keys[static_cast<size_t>(j)][d];
-        }
-        scores.push_back(dot * double{DsaRig::kSoftmaxScale});
-      }
-      const double largest = *std::max_element(scores.begin(), scores.end());
-      double sum = 0;
-      for (const double score : scores) sum += std::exp(score - largest);
-      lse.push_back(largest + std::log(sum));
-      for (size_t d = 0; d < 512; ++d) {
-        double value = 0;
-        for (size_t i = 0; i < scores.size(); ++i) {
-          value +=
-              std::exp(scores[i] - lse.back()) * keys[static_cast<size_t>(row.positions[i])][d];
-        }
-        out.push_back(value);
-      }
-      actual_lse.push_back(double{row.lse[h]});
-    }
-    for (const uint16_t bits : row.out) actual_out.push_back(bf16_to_float(bf16_t{bits}));
-    EXPECT_LT(test::relative_rms(actual_out, out), 5e-3);
-    EXPECT_TRUE(test::ExpectClose(actual_lse, lse, test::kLse));
+    expect_row_agrees(config, rig.results().at({request, position}), request, position);
+  }
+}
+
+// The widths of DeepSeek-V3.2 on one of eight tensor-parallel ranks, past topk.
+TEST(DsaBackendFull, ModelWidthsInChunksAndDecode) {
+  DsaConfig config = DsaRig::small_config(64, RowFormat::kV32);
+  config.num_heads = 16;
+  config.index_heads = 64;
+  config.topk = 2048;
+  config.max_rows = 2200;
+  config.table_width = 2400;
+  DsaRig whole(config, 2), parts(config, 2, 5);
+  whole.step(kExtend, {{0, 2110}, {1, 60}});
+  parts.step(kExtend, {{0, 1500}});
+  parts.step(kExtend, {{1, 59}, {0, 609}});
+  parts.step(kDecode, {{0, 1}, {1, 1}});
+  expect_equal_rows(parts.results(), whole.results());
+  for (const int64_t position : {2047, 2048, 2109}) {
+    expect_row_agrees(config, whole.results().at({0, position}), 0, position);
   }
 }
 
