@@ -173,6 +173,18 @@ int32_t largest_key(const int32_t* keys, int64_t padded) {
   return hn::GetLane(hn::MaxOfLanes(d, hn::Max(max0, max1)));
 }
 
+// Smallest of `count` > 0 keys, which end anywhere in a vector.
+int32_t smallest_key(const int32_t* keys, int64_t count) {
+  const I32 d;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  auto min = hn::Set(d, keys[0]);
+  int64_t i = 0;
+  for (; i + lanes <= count; i += lanes) min = hn::Min(min, hn::LoadU(d, keys + i));
+  int32_t smallest = hn::GetLane(hn::MinOfLanes(d, min));
+  for (; i < count; ++i) smallest = std::min(smallest, keys[i]);
+  return smallest;
+}
+
 // Copies the keys in [lowest, highest] to `to`, which may be `keys`; returns their number. `lowest`
 // is above kNanKey.
 int64_t copy_range(const int32_t* keys, int64_t padded, int32_t lowest, int32_t highest,
@@ -192,8 +204,9 @@ int64_t copy_range(const int32_t* keys, int64_t padded, int32_t lowest, int32_t 
 }
 
 // The cut that leaves the `topk` largest of `count` > topk keys. Looks at `floor` first, then
-// bisects the range of keys above it by counting; keys outside the range are dropped once they are
-// three quarters.
+// bisects the range of keys above it by counting. Keys outside the range are dropped once they are
+// three quarters, or after four steps: then the keys stand in few places, and the bounds of those
+// that are left find a plateau at once.
 TopkCut find_cut(int32_t* keys, int64_t count, int64_t topk, int32_t floor, int32_t* narrowed) {
   int64_t padded = pad_keys(keys, count);
   // The floor is where the plateaus are, because a sample that meets a plateau returns it.
@@ -212,13 +225,18 @@ TopkCut find_cut(int32_t* keys, int64_t count, int64_t topk, int32_t floor, int3
   int64_t above_high = 0;
   int64_t dropped_above = 0;  // keys above the narrowed array
   const int32_t* searched = keys;
-  while (low < high) {
-    if (4 * (at_least_low - above_high) <= padded && padded > 4 * kSlack) {
+  for (int steps = 0; low < high; ++steps) {
+    const bool few = 4 * (at_least_low - above_high) <= padded;
+    if ((few || steps == 4) && padded > 4 * kSlack) {
       const int64_t kept = copy_range(searched, padded, static_cast<int32_t>(low),
                                       static_cast<int32_t>(high), narrowed);
       padded = pad_keys(narrowed, kept);
       searched = narrowed;
       dropped_above = above_high;
+      low = smallest_key(narrowed, kept);
+      high = largest_key(narrowed, padded);
+      steps = 0;
+      if (low == high) break;
     }
     const int64_t middle = low + (high - low + 1) / 2;
     const int64_t at_least_middle =
@@ -293,9 +311,11 @@ int64_t find_places(const float* logits, int64_t size, float threshold, uint16_t
   const hn::Rebind<uint8_t, F32> d8;
   auto first = hn::Zero(d16);
   const auto step = hn::Set(d16, static_cast<uint16_t>(lanes));
+#pragma GCC unroll 4
   for (; i + lanes <= size; i += lanes) {
-    uint8_t bits = 0;
-    hn::StoreMaskBits(d, hn::Ge(hn::LoadU(d, logits + i), limit), &bits);
+    uint8_t byte = 0;
+    hn::StoreMaskBits(d, hn::Ge(hn::LoadU(d, logits + i), limit), &byte);
+    const uint64_t bits = byte;
     const auto* packed = reinterpret_cast<const uint8_t*>(&kPackedLanes.lanes[bits]);
     hn::StoreU(hn::Add(hn::PromoteTo(d16, hn::LoadU(d8, packed)), first), d16, places + count);
     first = hn::Add(first, step);
@@ -324,8 +344,14 @@ int64_t collect(const float* logits, int64_t begin, int64_t end, float threshold
                 int32_t* positions) {
   uint16_t places[kBlock + kSlack];
   const int64_t count = find_places(logits + begin, end - begin, threshold, places);
+  const I32 d;
+  const hn::Rebind<uint16_t, I32> d16;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  const auto first = hn::Set(d, static_cast<int32_t>(begin));
+  for (int64_t i = 0; i < count; i += lanes) {
+    hn::StoreU(hn::Add(hn::PromoteTo(d, hn::LoadU(d16, places + i)), first), d, positions + i);
+  }
   for (int64_t i = 0; i < count; ++i) {
-    positions[i] = static_cast<int32_t>(begin) + places[i];
     values[i] = std::bit_cast<int32_t>(logits[begin + places[i]]);
   }
   return count;
