@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <iterator>
+#include <numeric>
 #include <utility>
 
 #include "bench/cases.h"
@@ -98,8 +99,8 @@ struct ScoringInputs {
       std::fill_n(reinterpret_cast<float*>(scales), kPageSize, 0.01f);
     }
     page_table = from_i32(permutation(generator, rows * pages_per_row), {rows, pages_per_row});
-    std::vector<int32_t> requests;
-    for (int32_t row = 0; row < rows; ++row) requests.push_back(row);
+    std::vector<int32_t> requests(static_cast<size_t>(rows));
+    std::iota(requests.begin(), requests.end(), 0);
     row_to_request = from_i32(requests, {rows});
     row_len = filled_i32({rows}, static_cast<int32_t>(keys));
   }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <utility>
 
 #include "bench/cases.h"
@@ -63,7 +64,7 @@ class SparseMlaCase : public OperatorCase<SparseMla, OutLse> {
  private:
   void pack_pool() {
     std::vector<int32_t> slots(kPoolRows);
-    for (int32_t slot = 0; slot < kPoolRows; ++slot) slots[static_cast<size_t>(slot)] = slot;
+    std::iota(slots.begin(), slots.end(), 0);
     const OwnedTensor slot_list = from_i32(slots, {kPoolRows});
     OwnedTensor pool(DType::kU8, {kPoolRows / kPageSize, kPageSize * 656});
     RowCodecProblem codec;

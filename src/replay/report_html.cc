@@ -16,7 +16,6 @@ namespace {
 
 using internal::BarChart;
 using internal::BinnedChart;
-using internal::ChartSeries;
 using internal::ChartStyle;
 using internal::count_text;
 using internal::html_escape;
