@@ -15,6 +15,9 @@ namespace {
 
 constexpr char kOp[] = "index_select";
 
+constexpr internal::IndexSelectParts kBf16Parts = {
+    internal::index_logits_avx512bf16, internal::index_logits_avx512bf16_bytes,
+    internal::topk_select_cpu, internal::topk_select_cpu_workspace};
 constexpr internal::IndexSelectParts kCpuParts = {
     internal::index_logits_cpu, internal::index_logits_cpu_bytes, internal::topk_select_cpu,
     internal::topk_select_cpu_workspace};
@@ -34,6 +37,8 @@ void run_with(const IndexSelectProblem& problem, const Device& device,
 }
 
 constexpr internal::Implementation<IndexSelectProblem, IndexSelectTensors> kImplementations[] = {
+    {"cpu_avx512bf16", DeviceKind::kCpu, internal::index_logits_avx512bf16_available, nullptr,
+     workspace_of<kBf16Parts>, run_with<kBf16Parts>},
     {"cpu", DeviceKind::kCpu, nullptr, nullptr, workspace_of<kCpuParts>, run_with<kCpuParts>},
     {"ref", DeviceKind::kCpu, nullptr, nullptr, workspace_of<kRefParts>, run_with<kRefParts>},
 };
