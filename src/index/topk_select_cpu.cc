@@ -35,9 +35,10 @@ constexpr int32_t kMinusInfinityKey = static_cast<int32_t>(0x807FFFFFu);
 constexpr int64_t kBlock = 1024;
 // Vector stores and padding may go this far past the last entry: four vectors of 16 lanes.
 constexpr int64_t kSlack = 64;
-// Entries of the collection before it is pruned. 4 K keeps prunes rare: each leaves K of 4 K.
+// Entries of the collection before it is pruned: more than the sample promises of a usual row, so
+// that it is pruned once, and few, because a row of one value fills it before the threshold rises.
 int64_t buffer_capacity(const TopkSelectProblem& problem) {
-  return std::min(problem.max_width, std::max<int64_t>(4 * problem.topk, 8192));
+  return std::min(problem.max_width, std::max<int64_t>(3 * problem.topk, 2048));
 }
 
 struct TopkScratch {
