@@ -26,7 +26,11 @@
 /// Each logit of a tile must depend on its own key and query only.
 namespace fovea::internal {
 
-/// Scratch memory of one worker.
+/// Every kernel's head block divides it.
+inline constexpr int64_t kMaxHeadBlock = 16;
+
+/// Scratch memory of one worker. Its size is that of the widest vectors, so that a plan outlives a
+/// change of the instruction set in use.
 template <class Kernel>
 struct LogitsScratch {
   using Word = typename Kernel::Word;
@@ -40,14 +44,13 @@ struct LogitsScratch {
 
   explicit LogitsScratch(const IndexLogitsProblem& problem)
       : steps(Kernel::steps(problem.head_dim)),
-        padded_heads((problem.num_heads + Kernel::kHeadBlock - 1) / Kernel::kHeadBlock *
-                     Kernel::kHeadBlock),
+        padded_heads((problem.num_heads + kMaxHeadBlock - 1) / kMaxHeadBlock * kMaxHeadBlock),
         max_rows(std::clamp<int64_t>(kQueryBytes / query_bytes(), 1, kMaxRows)) {}
 
   void take(WorkspaceCutter& cutter) {
     q = cutter.take<Word>(max_rows * padded_heads * steps);
     weight = cutter.take<float>(max_rows * padded_heads);
-    k = cutter.take<Word>(steps * Kernel::kKeyTile);
+    k = cutter.take<Word>(steps * kMaxKeyTile);
   }
 
  private:
@@ -187,7 +190,7 @@ size_t logits_workspace_bytes(const IndexLogitsProblem& problem, const Device& d
 template <class Kernel>
 void run_logits(const IndexLogitsProblem& problem, const Device& device,
                 const IndexLogitsTensors& tensors, Workspace workspace) {
-  static_assert(kMaxKeyTile % Kernel::kKeyTile == 0);
+  static_assert(kMaxKeyTile % Kernel::kKeyTile == 0 && kMaxHeadBlock % Kernel::kHeadBlock == 0);
   WorkspaceCutter cutter(workspace);
   auto* groups = cutter.take<RowGroup>(problem.max_rows);
   const LogitsWork work(problem, tensors, LogitsScratch<Kernel>(problem).max_rows, groups);

@@ -432,6 +432,21 @@ TEST_P(IndexLogitsTest, ExtremeCodesWeightsAndScales) {
   }
 }
 
+TEST_P(IndexLogitsTest, StaysInsideItsWorkspaceWhateverTheInstructionSetOfThePlan) {
+  for (const int64_t heads : {1, 20, 64}) {
+    const LogitsCase c(15, 9, heads, 100, 130);
+    Tensor logits = filled(9, 130);
+    const Tensor start = i32(constant(9, 0)), end = i32(constant(9, 130));
+    if (GetParam().implementation == "cpu") limit_cpu_isa(CpuIsa::kBaseline);
+    const IndexLogits plan = IndexLogits::plan({IndexLayout::kRagged, 9, heads, 100},
+                                               Device::cpu(2), GetParam().options());
+    limit_cpu_isa(GetParam().isa);
+    test::GuardedMemory memory(plan.workspace_bytes());  // a multiple of 64, so aligned to it
+    plan.run(c.ragged(start, end, logits), {memory.data(), plan.workspace_bytes()});
+    expect_row(c, logits, 130, 8, 0, 130);
+  }
+}
+
 TEST_P(IndexLogitsTest, DoesNotAllocateInRun) {
   const LogitsCase c(13, 20, 8, 128, 300);
   Tensor logits = filled(20, 300);
