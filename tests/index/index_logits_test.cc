@@ -138,6 +138,19 @@ TEST_P(IndexLogitsTest, HasTheSameBitsRaggedPagedAloneInABatchAndForAnyThreadCou
   }
 }
 
+TEST_P(IndexLogitsTest, HasTheSameBitsOnAvx2AndAvx512) {
+  if (GetParam().implementation != "cpu" || GetParam().isa != CpuIsa::kAvx3) {
+    GTEST_SKIP() << "compares the two fp32 kernels with FMA, from the wider one";
+  }
+  for (const int64_t heads : {1, 5, 64}) {
+    const LogitsCase c(16, 3, heads, 128, 300);
+    const Tensor wide = ragged(c, constant(3, 0), constant(3, 300), 300);
+    limit_cpu_isa(CpuIsa::kAvx2);
+    EXPECT_EQ(ragged(c, constant(3, 0), constant(3, 300), 300).bytes(), wide.bytes()) << heads;
+    limit_cpu_isa(GetParam().isa);
+  }
+}
+
 TEST_P(IndexLogitsTest, ANanReachesItsKeyOrItsRowOnly) {
   LogitsCase c(3, 6, 12, 128, 60);
   c.k_row(7)[100] = 0x7F;
