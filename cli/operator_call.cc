@@ -238,8 +238,8 @@ std::optional<size_t> OperatorCall::find_word(const std::string& name,
 
 void OperatorCall::unused(std::initializer_list<std::string> tensors, const std::string& why) {
   for (const std::string& name : tensors) {
-    known_tensors_.insert(name);
-    if (has(name)) notes_.push_back(op_ + ": the tensor " + name + " is not used " + why);
+    const bool is_new = known_tensors_.insert(name).second;
+    if (is_new && has(name)) notes_.push_back(op_ + ": the tensor " + name + " is not used " + why);
   }
 }
 

@@ -22,8 +22,9 @@ namespace fovea::cli {
 ///
 ///   tensors.lse_parts = call.in("lse_parts", "f32 [P, T, H]");
 ///   tensors.sink = call.opt("sink", "f32 [H]");
+///   const MergeLse plan = call.plan<MergeLse>(problem);
 ///   tensors.lse = call.out("lse", "f32 [T, H]");
-///   call.run<MergeLse>(problem, tensors);
+///   call.run(plan, tensors);
 ///
 /// A declaration is "<type>[|<type>...] [<axis>, ...]". An axis is a number, a name, a name plus a
 /// number (R+1), or `?` for any extent. The first tensor that names an axis fixes its extent, the
@@ -69,8 +70,8 @@ class OperatorCall {
     return found ? (words.begin() + *found)->second : *otherwise;
   }
 
-  /// Names of the table that these parameters do not use: they may be given and change nothing;
-  /// notes() says so.
+  /// Names of the table that these parameters do not use, as far as they were not declared: they
+  /// may be given and change nothing; notes() says so.
   void unused(std::initializer_list<std::string> tensors, const std::string& why);
 
   /// Names that the tables have but this build does not: given, they are Error(kUnsupported). A
@@ -81,12 +82,18 @@ class OperatorCall {
   /// A refusal of the binding itself.
   [[noreturn]] void refuse(const std::string& what) const;
 
-  /// Refuses names that were not asked for, then plans and runs.
+  /// Refuses names that were not asked for, then plans: everything that the problem alone decides
+  /// is refused before an output takes memory. All inputs and parameters are declared by now.
   template <class Op>
-  void run(const typename Op::Problem& problem, const typename Op::Tensors& tensors) {
+  Op plan(const typename Op::Problem& problem) {
     refuse_unknown_names();
-    const Op plan = Op::plan(problem, device_, options_);
-    choice_ = plan.implementation();
+    Op result = Op::plan(problem, device_, options_);
+    choice_ = result.implementation();
+    return result;
+  }
+
+  template <class Op>
+  void run(const Op& plan, const typename Op::Tensors& tensors) const {
     HostBuffer workspace(plan.workspace_bytes());
     plan.run(tensors, workspace.workspace());
   }

@@ -26,8 +26,7 @@ bool has_fixed_rows(ForwardMode mode) {
   return mode == ForwardMode::kTargetVerify || mode == ForwardMode::kDraftExtendV2;
 }
 
-// The axes E (rows of the batch), T (padded rows) and C (columns of the page table), which follow
-// from the lengths.
+// The axes E (rows of the batch) and T (padded rows).
 void set_row_axes(OperatorCall& call, const MetadataProblem& problem, MetadataTensors& tensors) {
   const int64_t requests = call.extent("R");
   int64_t rows = requests;
@@ -42,13 +41,6 @@ void set_row_axes(OperatorCall& call, const MetadataProblem& problem, MetadataTe
       rows += std::max<int64_t>(values(tensors.ext_len)[r], 0);
     }
   }
-  int64_t longest = 0;
-  for (int64_t r = 0; r < requests; ++r) {
-    int64_t len = values(tensors.seq_len)[r];
-    if (problem.mode == ForwardMode::kTargetVerify) len += problem.rows_per_request;
-    len += tensors.kv_len_delta[0];
-    longest = std::max(longest, std::min(len, problem.table_width));
-  }
   call.set_extent("E", rows, "the number of rows");
   const int64_t padded = call.integer("padded_rows", 0);
   if (padded != 0 && padded < rows) {
@@ -57,8 +49,19 @@ void set_row_axes(OperatorCall& call, const MetadataProblem& problem, MetadataTe
   }
   tensors.padded_rows = padded;
   call.set_extent("T", padded == 0 ? rows : padded, "padded_rows");
-  const int64_t page_size = std::max<int64_t>(problem.page_size, 1);  // plan() refuses the others
-  call.set_extent("C", (longest + page_size - 1) / page_size, "the page count");
+}
+
+// The axis C: columns of the page table, for the longest request as far as the table reaches.
+void set_page_axis(OperatorCall& call, const MetadataProblem& problem,
+                   const MetadataTensors& tensors) {
+  int64_t longest = 0;
+  for (int64_t r = 0; r < call.extent("R"); ++r) {
+    int64_t len = values(tensors.seq_len)[r];
+    if (problem.mode == ForwardMode::kTargetVerify) len += problem.rows_per_request;
+    len += tensors.kv_len_delta[0];
+    longest = std::max(longest, std::min(len, problem.table_width));
+  }
+  call.set_extent("C", (longest + problem.page_size - 1) / problem.page_size, "the page count");
 }
 
 void make_fields(OperatorCall& call, const MetadataProblem& problem, MetadataFields& fields) {
@@ -126,10 +129,12 @@ void run_metadata_refresh(OperatorCall& call) {
   tensors.kv_len_delta[0] = static_cast<int32_t>(delta);
   problem.table_width = call.extent("W");
   set_row_axes(call, problem, tensors);
-  make_fields(call, problem, tensors.steps[0]);
   problem.max_requests = call.extent("R");
   problem.max_rows = call.extent("T");
-  call.run<MetadataRefresh>(problem, tensors);
+  const MetadataRefresh plan = call.plan<MetadataRefresh>(problem);
+  set_page_axis(call, problem, tensors);
+  make_fields(call, problem, tensors.steps[0]);
+  call.run(plan, tensors);
 }
 
 void run_paged_schedule(OperatorCall& call) {
@@ -140,8 +145,9 @@ void run_paged_schedule(OperatorCall& call) {
   problem.workers = call.integer("workers", 64);
   problem.rows_per_group = call.integer("rows_per_group", 1);
   call.set_extent("workers", problem.workers, "params.workers");
+  const PagedSchedule plan = call.plan<PagedSchedule>(problem);
   tensors.schedule = call.out("schedule", "i32 [workers+1, 2]");
-  call.run<PagedSchedule>(problem, tensors);
+  call.run(plan, tensors);
 }
 
 }  // namespace fovea::cli

@@ -52,7 +52,8 @@ void run_pack_rows(OperatorCall& call) {
   }
   problem.max_rows = call.extent("N");
   problem.width = call.extent("D");
-  call.run<PackRows>(problem, tensors);
+  const PackRows plan = call.plan<PackRows>(problem);
+  call.run(plan, tensors);
 }
 
 void run_unpack_rows(OperatorCall& call) {
@@ -75,8 +76,9 @@ void run_unpack_rows(OperatorCall& call) {
   }
   call.set_extent("width", problem.width, "params.width");
   problem.max_rows = call.extent("N");
+  const UnpackRows plan = call.plan<UnpackRows>(problem);
   tensors.out = call.out("out", "bf16 [N, width]");
-  call.run<UnpackRows>(problem, tensors);
+  call.run(plan, tensors);
 }
 
 }  // namespace fovea::cli

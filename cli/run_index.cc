@@ -45,6 +45,15 @@ void bind_queries_and_keys(OperatorCall& call, Problem& problem, Tensors& tensor
   problem.head_dim = call.extent("Di");
 }
 
+// A row that reaches further past its page table is cut there: every later column is -inf, and a
+// length out of proportion would fill the memory with them.
+constexpr int64_t kColumnsPastTable = 4096;
+
+// Tokens that a row of the page table holds. plan() refuses the page sizes that are cut here.
+int64_t table_capacity(const OperatorCall& call, int64_t page_size) {
+  return call.extent("max_pages") * std::clamp<int64_t>(page_size, 0, 256);
+}
+
 // The longest row: k_end - k_start within [0, S], or row_len of a row whose request exists.
 template <class Problem, class Tensors>
 int64_t longest_row(const OperatorCall& call, const Problem& problem, const Tensors& tensors) {
@@ -93,7 +102,6 @@ void bind_transform(OperatorCall& call, bool has_pages, Problem& problem, Tensor
     tensors.row_offset = call.in("row_offset", "i32 [T]");
   }
   call.set_extent("K", problem.topk, "params.topk");
-  tensors.indices = call.out("indices", "i32 [T, K]");
 }
 
 }  // namespace
@@ -118,12 +126,13 @@ void run_index_quantize(OperatorCall& call) {
   problem.num_heads = call.extent("Hi");
   problem.head_dim = call.extent("Di");
   problem.rope_dim = call.extent("rope");
+  const IndexQuantize plan = call.plan<IndexQuantize>(problem);
   tensors.q_fp8 = call.out("q_fp8", "u8 [T, Hi, Di]");
   tensors.q_scale = call.out("q_scale", "f32 [T, Hi]");
   tensors.k_fp8 = call.out("k_fp8", "u8 [T, Di]");
   tensors.k_scale = call.out("k_scale", "f32 [T]");
   tensors.head_weight = call.out("head_weight", "f32 [T, Hi]");
-  call.run<IndexQuantize>(problem, tensors);
+  call.run(plan, tensors);
 }
 
 void run_index_logits(OperatorCall& call) {
@@ -137,9 +146,14 @@ void run_index_logits(OperatorCall& call) {
   } else {
     call.unused({"k_fp8", "k_scale", "k_start", "k_end"}, "in the paged layout");
   }
-  call.set_extent("W", longest_row(call, problem, tensors), "the longest row");
+  int64_t width = longest_row(call, problem, tensors);
+  if (problem.layout == IndexLayout::kPaged) {
+    width = std::min(width, table_capacity(call, problem.page_size) + kColumnsPastTable);
+  }
+  call.set_extent("W", width, "the longest row");
+  const IndexLogits plan = call.plan<IndexLogits>(problem);
   tensors.logits = call.out("logits", "f32 [T, W]");
-  call.run<IndexLogits>(problem, tensors);
+  call.run(plan, tensors);
 }
 
 void run_topk_select(OperatorCall& call) {
@@ -152,7 +166,9 @@ void run_topk_select(OperatorCall& call) {
   call.unused({"page_table", "token_table", "row_to_request", "row_offset"}, "by this transform");
   problem.max_rows = call.extent("T");
   problem.max_width = call.extent("W");
-  call.run<TopkSelect>(problem, tensors);
+  const TopkSelect plan = call.plan<TopkSelect>(problem);
+  tensors.indices = call.out("indices", "i32 [T, K]");
+  call.run(plan, tensors);
 }
 
 void run_index_select(OperatorCall& call) {
@@ -168,10 +184,12 @@ void run_index_select(OperatorCall& call) {
   if (has_pages) {
     // Positions past the table score -inf and the first of them win, so that no selection reaches
     // beyond the larger of the table and topk.
-    const int64_t capacity = call.extent("max_pages") * std::max<int64_t>(problem.page_size, 1);
+    const int64_t capacity = table_capacity(call, problem.page_size);
     problem.max_width = std::min(problem.max_width, std::max(capacity, problem.topk));
   }
-  call.run<IndexSelect>(problem, tensors);
+  const IndexSelect plan = call.plan<IndexSelect>(problem);
+  tensors.indices = call.out("indices", "i32 [T, K]");
+  call.run(plan, tensors);
 }
 
 }  // namespace fovea::cli

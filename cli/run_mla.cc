@@ -93,10 +93,11 @@ void run_sparse_mla(OperatorCall& call) {
   problem.num_heads = call.extent("H");
   problem.head_dim_qk = call.extent("Dqk");
   problem.topk = call.extent("K");
+  const SparseMla plan = call.plan<SparseMla>(problem);
   tensors.out = call.out("out", "bf16 [T, H, 512]");
   tensors.lse = call.out("lse", "f32 [T, H]");
   tensors.max_logits = call.out("max_logits", "f32 [T, H]");
-  call.run<SparseMla>(problem, tensors);
+  call.run(plan, tensors);
 }
 
 void run_mha_varlen(OperatorCall& call) {
@@ -115,9 +116,10 @@ void run_mha_varlen(OperatorCall& call) {
   problem.num_heads = call.extent("H");
   problem.head_dim_qk = call.extent("Dqk");
   problem.head_dim_v = call.extent("Dv");
+  const MhaVarlen plan = call.plan<MhaVarlen>(problem);
   tensors.out = call.out("out", "bf16 [T, H, Dv]");
   tensors.lse = call.out("lse", "f32 [T, H]");
-  call.run<MhaVarlen>(problem, tensors);
+  call.run(plan, tensors);
 }
 
 void run_merge_lse(OperatorCall& call) {
@@ -126,15 +128,16 @@ void run_merge_lse(OperatorCall& call) {
   tensors.lse_parts = call.in("lse_parts", "f32 [P, T, H]");
   tensors.sink = call.opt("sink", "f32 [H]");
   const DType dtype = tensors.out_parts.dtype;
-  tensors.out = call.out("out", std::string(to_string(dtype)) + " [T, H, D]");
-  tensors.lse = call.out("lse", "f32 [T, H]");
   MergeLseProblem problem;
   problem.num_parts = call.extent("P");
   problem.max_rows = call.extent("T");
   problem.num_heads = call.extent("H");
   problem.head_dim = call.extent("D");
   problem.dtype = dtype;
-  call.run<MergeLse>(problem, tensors);
+  const MergeLse plan = call.plan<MergeLse>(problem);
+  tensors.out = call.out("out", std::string(to_string(dtype)) + " [T, H, D]");
+  tensors.lse = call.out("lse", "f32 [T, H]");
+  call.run(plan, tensors);
 }
 
 }  // namespace fovea::cli

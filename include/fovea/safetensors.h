@@ -10,7 +10,6 @@
 #include <string_view>
 #include <vector>
 
-#include "fovea/device.h"
 #include "fovea/export.h"
 #include "fovea/tensor.h"
 
@@ -42,9 +41,13 @@ class FOVEA_API TensorMap {
   size_t count() const noexcept { return tensors_.size(); }
 
  private:
+  struct Free {
+    void operator()(void* block) const noexcept;
+  };
   struct Entry {
     TensorShape layout;
-    HostBuffer memory;
+    std::unique_ptr<void, Free> block;  // from calloc: untouched pages cost no memory
+    void* data;                         // the first aligned byte in it
   };
   std::map<std::string, Entry, std::less<>> tensors_;
 };

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 
@@ -56,7 +57,11 @@ void copy_axes(const ConstTensorView& from, int axis, const char* source, char*&
   }
 }
 
+constexpr size_t kAlignment = 64;
+
 }  // namespace
+
+void TensorMap::Free::operator()(void* block) const noexcept { std::free(block); }
 
 TensorView TensorMap::add(std::string_view name, DType dtype, std::span<const int64_t> shape) {
   if (name.empty()) internal::invalid("tensor map", "a tensor has an empty name");
@@ -66,9 +71,15 @@ TensorView TensorMap::add(std::string_view name, DType dtype, std::span<const in
   Entry entry;
   entry.layout = checked_shape(name, dtype, shape);
   const size_t bytes = packed_bytes(entry.layout);
-  // One byte at least, so that an empty tensor has an address too.
-  entry.memory.reserve(std::max<size_t>(bytes, 1));
-  if (bytes > 0) std::memset(entry.memory.data(), 0, bytes);
+  // Room to align even an empty tensor, which has an address too.
+  entry.block.reset(std::calloc(bytes + kAlignment, 1));
+  if (entry.block == nullptr) {
+    throw Error(ErrorCode::kOutOfMemory, "tensor '" + std::string(name) + "': cannot allocate " +
+                                             std::to_string(bytes) + " bytes");
+  }
+  const auto address = reinterpret_cast<uintptr_t>(entry.block.get());
+  entry.data =
+      static_cast<char*>(entry.block.get()) + (kAlignment - address % kAlignment) % kAlignment;
   tensors_.emplace(name, std::move(entry));
   return find(name);
 }
@@ -88,14 +99,14 @@ TensorView TensorMap::find(std::string_view name) noexcept {
   TensorView view;
   if (found == tensors_.end()) return view;
   static_cast<TensorShape&>(view) = found->second.layout;
-  view.data = found->second.memory.data();
+  view.data = found->second.data;
   return view;
 }
 
 ConstTensorView TensorMap::find(std::string_view name) const noexcept {
   const auto found = tensors_.find(name);
   if (found == tensors_.end()) return {};
-  return {found->second.layout, found->second.memory.data()};
+  return {found->second.layout, found->second.data};
 }
 
 bool TensorMap::remove(std::string_view name) {

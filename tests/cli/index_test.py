@@ -141,10 +141,10 @@ class LogitsTest(IndexerTest):
         tensors = self.paged(Tensor("I32", [1, 2], [1, 0]), [0], [4], schedule=schedule)
         self.assertEqual(self.score(tensors, self.PAGED)[0], self.LOGITS)
 
-    def test_a_length_beyond_the_machine_is_refused(self):
-        tensors = self.paged(Tensor("I32", [1, 2], [1, 0]), [0] * 4000, [2147483647] * 4000)
-        result, _ = self.run_operator("index_logits", tensors, self.PAGED)
-        self.expect(result, 3, "out_of_memory", "logits")
+    def test_lengths_out_of_proportion_are_cut(self):
+        got = self.score(self.paged(Tensor("I32", [1, 2], [1, 0]), [0] * 3, [2147483647, 5, 2]), self.PAGED)
+        self.assertEqual(got[0], self.LOGITS + [-INF] * 4096)
+        self.assertEqual(got[1][:5], self.LOGITS + [-INF])
 
     def test_what_is_refused(self):
         good = self.ragged([0], [4])
@@ -198,6 +198,8 @@ class SelectTest(IndexerTest):
         tensors = self.paged(Tensor("I32", [1, 1], [1]), [0], [2147483647])
         self.assertEqual(self.select(tensors, self.PAGED | {"topk": 4}), [[0, 1, 2, 3]])
         self.assertEqual(self.select(tensors, self.PAGED | {"topk": 1}), [[1]])
+        result, _ = self.run_operator("index_select", tensors, self.PAGED | {"topk": 1})
+        self.assertEqual(result.stderr, "")
 
     def test_selection_is_refused_like_its_parts(self):
         good = self.ragged([0], [4])
@@ -267,6 +269,8 @@ class TopkTest(CommandLineTest):
         good = {"logits": Tensor("F32", [1, 2]), "row_len": Tensor("I32", [1], [2])}
         self.expect_refused("topk_select", good, {}, "topk is missing")
         self.expect_refused("topk_select", good, {"topk": -1}, "topk")
+        self.expect_refused("topk_select", good, {"topk": 1 << 40}, "topk")
+        self.expect_refused("topk_select", good | {"typo": Tensor("U8", [1])}, {"topk": 2147483647}, "unknown tensor 'typo'")
         self.expect_refused("topk_select", good, {"topk": 2, "transform": "global"}, "transform", "ragged")
         self.expect_refused("topk_select", good, {"topk": 2, "transform": "paged", "page_size": 2}, "page_table is missing")
         self.expect_refused("topk_select", good, {"topk": 2, "transform": "ragged"}, "row_offset is missing")

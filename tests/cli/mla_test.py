@@ -93,6 +93,7 @@ class SparseMlaTest(CommandLineTest):
             self.expect_refused("sparse_mla", good, text, "params")
         self.expect_refused("sparse_mla", good, PARAMS | {"logit_cap": -1}, "logit_cap")
         self.expect_refused("sparse_mla", good, PARAMS | {"fixed_splits": -1}, "fixed_splits")
+        self.attend(good, PARAMS | {"fixed_splits": 1000})
         self.expect_refused("sparse_mla", good, PARAMS | {"empty_lse": "zero"}, "empty_lse", "neg_inf, pos_inf")
         self.expect_refused("sparse_mla", good, PARAMS | {"row_format": "v33"}, "row_format", "v32")
         self.expect_refused("sparse_mla", good, PARAMS | {"row_format": "v32"}, "kv = bf16", "u8")
