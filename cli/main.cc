@@ -7,7 +7,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <span>
+#include <string>
 
+#include "cli/bench.h"
 #include "cli/verbs.h"
 #include "fovea/device.h"
 #include "fovea/error.h"
@@ -30,6 +33,7 @@ struct CommandLine {
   VerifyOptions verify;
   GenTraceOptions gen_trace;
   ReplayVerbOptions replay;
+  BenchOptions bench;
 };
 
 void add_settings(CLI::App* verb, RunSettings* settings) {
@@ -189,6 +193,22 @@ void add_gen_trace(CLI::App& app, GenTraceOptions* options) {
   verb->add_flag("--json", options->json, "Print the summary as JSON");
 }
 
+void add_bench(CLI::App& app, BenchOptions* options) {
+  CLI::App* verb = app.add_subcommand("bench", "Checked timings as shares of measured ceilings");
+  verb->footer("Example: fovea bench topk_select --threads 1");
+  verb->add_option("operator", options->op, "Only this operator");
+  verb->add_option("--case", options->case_name, "Only cases whose name contains this");
+  verb->add_option("--threads", options->num_threads, "Threads of the CPU; default: all")
+      ->check(CLI::Range(1, 4096));
+  verb->add_option("--impl", options->implementations, "Compare these implementations, interleaved")
+      ->delimiter(',');
+  verb->add_option("--isa", options->isa, "Limit the instruction set")
+      ->check(CLI::IsMember({"baseline", "avx2", "avx3", "avx512bf16"}));
+  verb->add_option("--json", options->json_path, "Also write the result as JSON");
+  verb->add_flag("--ceilings", options->ceilings, "Measure the ceilings of this machine anew");
+  verb->add_flag("--quick", options->quick, "The least number of samples");
+}
+
 // Wrong values of the environment are usage errors, reported before a verb starts.
 void check_environment() {
   const char* forced = std::getenv("FOVEA_FORCE_IMPL");
@@ -216,11 +236,15 @@ int dispatch(const CLI::App& app, const CommandLine& line) {
   if (app.got_subcommand("verify")) return verify(line.verify);
   if (app.got_subcommand("replay")) return replay(line.replay);
   if (app.got_subcommand("gen-trace")) return gen_trace(line.gen_trace);
+  if (app.got_subcommand("bench")) return run_bench(line.bench);
   return run(line.run);
 }
 
 int parse_and_dispatch(int argc, char** argv) {
   CommandLine line;
+  for (const char* word : std::span(argv, static_cast<size_t>(argc))) {
+    line.bench.command += (line.bench.command.empty() ? "" : " ") + std::string(word);
+  }
   CLI::App app("Sparse and linear attention for LLM serving: operators and traffic replay",
                "fovea");
   app.footer("Example: fovea info\nExit codes: 0 ok, 1 mismatch, 2 usage, 3 files and run time");
@@ -234,6 +258,7 @@ int parse_and_dispatch(int argc, char** argv) {
   add_verify(app, &line.verify);
   add_replay(app, &line.replay);
   add_gen_trace(app, &line.gen_trace);
+  add_bench(app, &line.bench);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
