@@ -10,7 +10,8 @@ namespace {
 constexpr char kOp[] = "merge_lse";
 
 constexpr internal::Implementation<MergeLseProblem, MergeLseTensors> kImplementations[] = {
-    {"cpu", DeviceKind::kCpu, nullptr, nullptr, nullptr, internal::merge_lse_cpu},
+    {"cpu", DeviceKind::kCpu, nullptr, nullptr, internal::merge_lse_cpu_workspace_bytes,
+     internal::merge_lse_cpu},
     {"ref", DeviceKind::kCpu, nullptr, nullptr, nullptr, internal::merge_lse_ref},
 };
 

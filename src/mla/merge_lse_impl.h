@@ -10,4 +10,11 @@ void merge_lse_ref(const MergeLseProblem& problem, const Device& device,
 void merge_lse_cpu(const MergeLseProblem& problem, const Device& device,
                    const MergeLseTensors& tensors, Workspace workspace);
 
+/// Workspace of merge_lse_cpu: the weights of all parts, once per worker, each on cache lines of
+/// its own.
+inline int64_t merge_weights_stride(const MergeLseProblem& problem) {
+  return (problem.num_parts + 15) / 16 * 16;
+}
+size_t merge_lse_cpu_workspace_bytes(const MergeLseProblem& problem, const Device& device);
+
 }  // namespace fovea::internal

@@ -21,7 +21,9 @@ int main() {
       fovea::make_tensor(static_cast<const void*>(lse_parts), fovea::DType::kF32, {2, 1, 1});
   tensors.out = fovea::make_tensor(static_cast<void*>(&out), fovea::DType::kF32, {1, 1, 1});
   tensors.lse = fovea::make_tensor(static_cast<void*>(&lse), fovea::DType::kF32, {1, 1});
-  fovea::MergeLse::plan(problem, fovea::Device::cpu(1)).run(tensors, {});
+  const auto plan = fovea::MergeLse::plan(problem, fovea::Device::cpu(1));
+  fovea::HostBuffer scratch(plan.workspace_bytes());
+  plan.run(tensors, scratch.workspace());
   if (std::fabs(out - 2.0f) > 1e-6f) {
     std::printf("out = %g, expected 2\n", static_cast<double>(out));
     return 1;

@@ -103,7 +103,9 @@ TEST(MergeLse, RefusesWhatItsTableDoesNotList) {
   const MergeLse plan = MergeLse::plan({2, 4, 1, 8, DType::kF32}, cpu);
   Tensor parts(DType::kF32, {2, 5, 1, 8}), lse_parts(DType::kF32, {2, 5, 1}),
       out(DType::kF32, {5, 1, 8}), lse(DType::kF32, {5, 1});
-  EXPECT_THROW(plan.run({parts, lse_parts, {}, out, lse}, {}), Error);  // 5 rows, planned for 4
+  HostBuffer buffer(plan.workspace_bytes());
+  // 5 rows, planned for 4
+  EXPECT_THROW(plan.run({parts, lse_parts, {}, out, lse}, buffer.workspace()), Error);
 }
 
 }  // namespace
