@@ -1,9 +1,6 @@
 #include "fovea/topk_select.h"
 
 #include <gtest/gtest.h>
-#if defined(__SSE2__)
-#include <immintrin.h>
-#endif
 
 #include <algorithm>
 #include <cmath>
@@ -199,10 +196,10 @@ TEST_P(TopkSelectTest, SubnormalNumbersAreOrderedEvenWhereTheThreadTakesThemForZ
   for (const test::HostileRow& kind : test::hostile_rows()) {
     const std::vector<float> row = test::make_row(kind, 6000, 12);
     const std::vector<int32_t> expected = expected_row(row, 700);
-    const unsigned mode = _mm_getcsr();
-    _mm_setcsr(mode | 0x8040u);  // flush to zero, denormals are zero
+    const unsigned mode = __builtin_ia32_stmxcsr();
+    __builtin_ia32_ldmxcsr(mode | 0x8040u);  // flush to zero, denormals are zero
     const std::vector<int32_t> selected = select(row, 700);
-    _mm_setcsr(mode);
+    __builtin_ia32_ldmxcsr(mode);
     EXPECT_EQ(selected, expected) << kind.name;
   }
   // A sample of positive numbers alone among negative ones, all subnormal.
@@ -213,10 +210,10 @@ TEST_P(TopkSelectTest, SubnormalNumbersAreOrderedEvenWhereTheThreadTakesThemForZ
   internal::TopkSample::Places places(sample);
   for (int64_t i = 0; i < sample.size; ++i) row[static_cast<size_t>(places.next())] *= -1.0f;
   const std::vector<int32_t> expected = expected_row(row, 2000);
-  const unsigned mode = _mm_getcsr();
-  _mm_setcsr(mode | 0x8040u);
+  const unsigned mode = __builtin_ia32_stmxcsr();
+  __builtin_ia32_ldmxcsr(mode | 0x8040u);
   const std::vector<int32_t> selected = select(row, 2000);
-  _mm_setcsr(mode);
+  __builtin_ia32_ldmxcsr(mode);
   EXPECT_EQ(selected, expected);
 }
 #endif
