@@ -181,7 +181,7 @@ void add_verify_mla(std::vector<VerifyOperator>& list) {
   list.push_back(
       {"sparse_mla",
        make_sparse_cases,
-       {{"out", kBf16Tolerance}, {"lse", kFp32Tolerance}, {"max_logits", kFp32Tolerance}},
+       {{"out", kBf16ProductTolerance}, {"lse", kFp32Tolerance}, {"max_logits", kFp32Tolerance}},
        nullptr});
   list.push_back(
       {"mha_varlen", make_mha_cases, {{"out", kBf16Tolerance}, {"lse", kFp32Tolerance}}, nullptr});

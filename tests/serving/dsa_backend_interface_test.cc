@@ -322,7 +322,10 @@ TEST(DsaBackend, AFailedImplementationIsFollowedByTheNext) {
     for (const auto& [key, row] : rig.results()) {
       EXPECT_EQ(row.positions, expected.results().at(key).positions);
     }
-    EXPECT_TRUE(test::ExpectClose(rig.out.view(), expected.out.view(), test::kBf16Output));
+    // Two implementations, one of which may round its probabilities to bf16.
+    EXPECT_LT(
+        test::relative_rms(test::to_doubles(rig.out.view()), test::to_doubles(expected.out.view())),
+        5e-3);
   }
 }
 
