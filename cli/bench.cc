@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <fstream>
 #include <set>
 #include <thread>
 
@@ -12,11 +11,13 @@
 #include "bench/machine.h"
 #include "bench/report.h"
 #include "bench/runner.h"
+#include "cli/output_file.h"
 #include "cli/verbs.h"
 #include "fovea/ceilings.h"
 #include "fovea/ceilings_file.h"
 #include "fovea/device.h"
 #include "fovea/error.h"
+#include "fovea/implementation.h"
 
 namespace fovea::cli {
 namespace {
@@ -99,12 +100,17 @@ MachineCeilings ceilings_for(const Device& device, bool again) {
   return ceilings;
 }
 
-bool write_json(const std::string& path, const Json& json) {
-  std::ofstream file(path);
-  file << json.dump(2) << "\n";
-  file.flush();
-  if (!file) fmt::print(stderr, "fovea bench: cannot write {}\n", path);
-  return static_cast<bool>(file);
+// Every name must belong to some operator; one that lacks it is reported and left out.
+void check_implementations(const std::vector<std::string>& names) {
+  for (const std::string& name : names) {
+    const std::vector<OperatorInfo> infos = operators();
+    const bool exists = std::any_of(infos.begin(), infos.end(), [&](const OperatorInfo& info) {
+      return std::any_of(info.implementations.begin(), info.implementations.end(),
+                         [&](const ImplementationInfo& entry) { return entry.name == name; });
+    });
+    if (!exists)
+      throw UsageError(fmt::format("bench: no operator has an implementation '{}'", name));
+  }
 }
 
 // Runs the cases one after the other and prints each as soon as it is done.
@@ -142,6 +148,8 @@ int run_bench(const BenchOptions& options) {
   if (!options.isa.empty() && !limit.apply(options.isa))
     throw UsageError(
         fmt::format("bench: --isa '{}', expected baseline, avx2, avx3 or avx512bf16", options.isa));
+  check_implementations(options.implementations);
+  check_writable(options.json_path);
   const Device device = Device::cpu(options.num_threads);
   warn_when_busy();
   bench::Session session = bench::make_session(options.command);
@@ -156,9 +164,8 @@ int run_bench(const BenchOptions& options) {
         "\nshare: floor over median; min/tgt: fastest run over target (1 or less: reached; *: "
         "general target), see docs/bench.md\n");
   }
-  if (!options.json_path.empty() &&
-      !write_json(options.json_path, to_json(session, outcome.measurements, outcome.rejections)))
-    return kExitFailure;
+  write_text(options.json_path,
+             to_json(session, outcome.measurements, outcome.rejections).dump(2) + "\n");
   const bool wrong = std::any_of(outcome.rejections.begin(), outcome.rejections.end(),
                                  [](const bench::Rejection& rejection) { return rejection.wrong; });
   return wrong ? kExitMismatch : kExitOk;

@@ -195,13 +195,16 @@ void add_gen_trace(CLI::App& app, GenTraceOptions* options) {
 
 void add_bench(CLI::App& app, BenchOptions* options) {
   CLI::App* verb = app.add_subcommand("bench", "Checked timings as shares of measured ceilings");
-  verb->footer("Example: fovea bench topk_select --threads 1");
+  verb->footer(
+      "Example: fovea bench topk_select --threads 1\nWhat the figures mean: docs/bench.md");
   verb->add_option("operator", options->op, "Only this operator");
   verb->add_option("--case", options->case_name, "Only cases whose name contains this");
   verb->add_option("--threads", options->num_threads, "Threads of the CPU; default: all")
       ->check(CLI::Range(1, 4096));
-  verb->add_option("--impl", options->implementations, "Compare these implementations, interleaved")
-      ->delimiter(',');
+  verb->add_option("--impl", options->implementations,
+                   "Compare these implementations, interleaved: ref,cpu")
+      ->delimiter(',')
+      ->allow_extra_args(false);
   verb->add_option("--isa", options->isa, "Limit the instruction set")
       ->check(CLI::IsMember({"baseline", "avx2", "avx3", "avx512bf16"}));
   verb->add_option("--json", options->json_path, "Also write the result as JSON");

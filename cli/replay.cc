@@ -5,11 +5,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <cstdio>
-#include <cstring>
-#include <filesystem>
 
+#include "cli/output_file.h"
 #include "cli/progress.h"
 #include "cli/verbs.h"
 #include "fovea/ceilings_file.h"
@@ -33,29 +30,6 @@ void refuse_later_options(const ReplayVerbOptions& options) {
                      ": speculative decoding is not in this build yet");
   }
   if (options.graph) throw UsageError("--graph: captured graphs are not in this build yet");
-}
-
-[[noreturn]] void cannot_write(const std::string& path) {
-  throw Error(ErrorCode::kIo, path + ": cannot be written: " + std::strerror(errno));
-}
-
-// Found out before the run, which may take long; a file that this creates is removed again.
-void check_writable(const std::string& path) {
-  if (path.empty()) return;
-  std::error_code error;
-  const bool existed = std::filesystem::exists(path, error);
-  std::FILE* file = std::fopen(path.c_str(), "ab");
-  if (file == nullptr) cannot_write(path);
-  std::fclose(file);
-  if (!existed) std::filesystem::remove(path, error);
-}
-
-void write_text(const std::string& path, const std::string& text) {
-  if (path.empty()) return;
-  std::FILE* file = std::fopen(path.c_str(), "wb");
-  if (file == nullptr) cannot_write(path);
-  const bool written = std::fwrite(text.data(), 1, text.size(), file) == text.size();
-  if (std::fclose(file) != 0 || !written) cannot_write(path);
 }
 
 ReplayOptions library_options(const ReplayVerbOptions& options) {

@@ -17,7 +17,7 @@ class UsageTest(CommandLineTest):
         self.expect(self.fovea("--version"), 0, ".")
 
     def test_every_verb_has_help_with_an_example(self):
-        for verb in ("info", "run", "verify", "replay", "gen-trace"):
+        for verb in ("info", "run", "verify", "bench", "replay", "gen-trace"):
             self.expect(self.fovea(verb, "--help"), 0, f"Example: fovea {verb}")
 
     def test_unknown_options_are_usage_errors(self):

@@ -1,0 +1,29 @@
+"""fovea bench: names, files and one short run."""
+
+import json
+
+from support import CommandLineTest
+
+
+class BenchTest(CommandLineTest):
+    def bench(self, *arguments):
+        """Ceilings are kept in the test's own folder: nothing of the machine's is read or replaced."""
+        return self.fovea("bench", *arguments, timeout=300, XDG_CACHE_HOME=str(self.folder))
+
+    def test_names_must_exist(self):
+        self.expect(self.bench("no_such_op"), 2, "no_such_op", "merge_lse")
+        self.expect(self.bench("--case", "no_such_case"), 2, "no_such_case")
+        self.expect(self.bench("merge_lse", "--impl", "fastest"), 2, "fastest")
+        self.expect(self.bench("--impl", "ref", "no_such_op"), 2, "no_such_op")
+        self.expect(self.bench("--isa", "sse9"), 2, "sse9")
+        for threads in ("0", "-1"):
+            self.expect(self.bench("--threads", threads), 2, "--threads")
+
+    def test_unwritable_results_are_found_before_the_run(self):
+        self.expect(self.bench("--json", "no/such/folder/out.json"), 3, "no/such/folder/out.json")
+
+    def test_a_short_run_of_two_implementations(self):
+        out = self.folder / "out.json"
+        result = self.bench("merge_lse", "--case", "rows1", "--quick", "--impl", "cpu,ref", "--json", out)
+        self.expect(result, 0, "merge_lse/", "cpu", "ref", "ceilings")
+        self.assertIn("merge_lse", json.dumps(json.loads(out.read_text())))
