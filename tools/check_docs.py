@@ -20,10 +20,13 @@ def main() -> int:
                 continue
             if not (path.parent / target).exists():
                 problems.append(f"{name}: link to {target} leads nowhere")
-    registered = re.compile(r'constexpr char kOp\w*\[\] = "(\w+)"')
+    pages = [path.read_text() for path in pathlib.Path("docs").glob("*.md")]
     for source in pathlib.Path("src").glob("*/*.cc"):
-        for op in registered.findall(source.read_text()):
-            if not any(op in path.read_text() for path in pathlib.Path("docs").glob("*.md") if path.stem == op or "# " + op in path.read_text()):
+        text = source.read_text()
+        if "OperatorRegistration k" not in text:
+            continue
+        for op in re.findall(r'constexpr char k\w*\[\] = "(\w+)"', text):
+            if not any(re.search(rf"^# .*\b{op}\b", page, re.MULTILINE) for page in pages):
                 problems.append(f"{source}: operator {op} has no page in docs/")
     for problem in problems:
         print(problem)
