@@ -49,7 +49,6 @@ class Intervals {
         count_(end_ms > begin_ms ? std::clamp<size_t>(2 * num_events, 1, kMaxIntervals) : 0) {}
 
   size_t count() const { return count_; }
-  double width_ms() const { return width_ms_; }
   size_t of(double time_ms) const {
     const double position = std::floor((time_ms - begin_ms_) / width_ms_);
     return static_cast<size_t>(std::clamp(position, 0.0, static_cast<double>(count_ - 1)));
@@ -70,10 +69,17 @@ class Intervals {
     }
   }
 
-  /// Raises every interval that [from_ms, to_ms] touches to at least `value`.
+  /// The intervals [first, last) that [from_ms, to_ms) touches.
+  std::pair<size_t, size_t> touched(double from_ms, double to_ms) const {
+    if (count_ == 0 || !std::isfinite(from_ms) || !std::isfinite(to_ms)) return {0, 0};
+    const double last_ms = std::nextafter(to_ms, -INFINITY);  // an interval's end is the next one's
+    return {of(from_ms), of(std::max(from_ms, last_ms)) + 1};
+  }
+
+  /// Raises every interval that [from_ms, to_ms) touches to at least `value`.
   void raise(std::vector<double>* values, double from_ms, double to_ms, double value) const {
-    if (count_ == 0 || !std::isfinite(from_ms) || !std::isfinite(to_ms)) return;
-    for (size_t i = of(from_ms); i <= of(std::max(from_ms, to_ms)); ++i) {
+    const auto [first, last] = touched(from_ms, to_ms);
+    for (size_t i = first; i < last; ++i) {
       if (!((*values)[i] >= value)) (*values)[i] = value;
     }
   }
@@ -253,12 +259,20 @@ std::string key_figures(const ReplayResult& result) {
   return html + "</div>\n";
 }
 
-double virtual_end_ms(const ReplayResult& result) {
-  double end = 0;
-  for (const ReplayStep& step : result.steps) end = std::max(end, step.virtual_ms);
+struct Span {
+  double begin_ms = 0;
+  double end_ms = 0;
+};
+
+/// From the first step to the last thing that happened, on the virtual clock.
+Span virtual_span(const ReplayResult& result) {
+  Span span;
+  if (!result.steps.empty() && std::isfinite(result.steps.front().virtual_ms))
+    span.begin_ms = span.end_ms = result.steps.front().virtual_ms;
+  for (const ReplayStep& step : result.steps) span.end_ms = std::max(span.end_ms, step.virtual_ms);
   for (const ReplayRequest& request : result.requests)
-    end = std::max(end, request.finish_virtual_ms);
-  return end;
+    span.end_ms = std::max(span.end_ms, request.finish_virtual_ms);
+  return span;
 }
 
 /// Start of the next step, or the end of the run after the last one.
@@ -267,12 +281,18 @@ double next_virtual_ms(const ReplayResult& result, size_t step, double end_ms) {
 }
 
 std::string arrivals_card(const ReplayResult& result) {
-  double last_ms = 0;
-  for (const ReplayRequest& request : result.requests)
-    last_ms = std::max(last_ms, request.arrival_ms);
-  // A trace whose requests all arrive at time 0 still has one interval.
-  const double end_ms = result.requests.empty() ? 0 : std::max(last_ms * 1.001, 1.0);
-  const Intervals intervals(0, end_ms, std::min<size_t>(result.requests.size(), 40));
+  Span span{INFINITY, 0};
+  for (const ReplayRequest& request : result.requests) {
+    if (!std::isfinite(request.arrival_ms)) continue;
+    span.begin_ms = std::min(span.begin_ms, request.arrival_ms);
+    span.end_ms = std::max(span.end_ms, request.arrival_ms);
+  }
+  // Requests that all arrive at once still have an interval; no requests have none.
+  const double begin_ms = std::isfinite(span.begin_ms) ? span.begin_ms : 0;
+  const double end_ms = result.requests.empty()
+                            ? begin_ms
+                            : std::max(span.end_ms + (span.end_ms - begin_ms) / 1000, begin_ms + 1);
+  const Intervals intervals(begin_ms, end_ms, std::min<size_t>(result.requests.size(), 40));
   std::vector<double> arrivals(intervals.count(), 0.0);
   for (const ReplayRequest& request : result.requests)
     intervals.add(&arrivals, request.arrival_ms, request.arrival_ms, 1);
@@ -283,6 +303,7 @@ std::string arrivals_card(const ReplayResult& result) {
   chart.y_label = "requests per interval";
   chart.x_unit = axis.unit;
   chart.y_unit = "";
+  chart.x_begin = begin_ms / axis.scale;
   chart.x_end = end_ms / axis.scale;
   chart.style = ChartStyle::kStackedBars;
   chart.series = {{"requests", 1, std::move(arrivals)}};
@@ -295,8 +316,8 @@ std::string arrivals_card(const ReplayResult& result) {
 }
 
 std::string running_card(const ReplayResult& result) {
-  const double end_ms = virtual_end_ms(result);
-  const Intervals intervals(0, end_ms, result.steps.size());
+  const auto [begin_ms, end_ms] = virtual_span(result);
+  const Intervals intervals(begin_ms, end_ms, result.steps.size());
   std::vector<double> running(intervals.count(), NAN), waiting(intervals.count(), NAN);
   for (size_t i = 0; i < result.steps.size(); ++i) {
     const ReplayStep& step = result.steps[i];
@@ -310,6 +331,7 @@ std::string running_card(const ReplayResult& result) {
   chart.x_label = "virtual time (" + axis.unit + ")";
   chart.y_label = "requests";
   chart.x_unit = axis.unit;
+  chart.x_begin = begin_ms / axis.scale;
   chart.x_end = end_ms / axis.scale;
   chart.series = {{"running", 1, std::move(running)}, {"waiting", 2, std::move(waiting)}};
   return card("Running and waiting requests",
@@ -318,29 +340,37 @@ std::string running_card(const ReplayResult& result) {
               render_chart(chart));
 }
 
-/// Tokens per second of one kind over measured time.
-std::string throughput_chart(const ReplayResult& result, bool prefill) {
-  double end_ms = 0;
-  for (const ReplayStep& step : result.steps)
-    end_ms = std::max(end_ms, step.real_ms + std::max(0.0, step.step_ms));
-  const Intervals intervals(0, end_ms, result.steps.size());
-  std::vector<double> rate(intervals.count(), 0.0);
-  for (const ReplayStep& step : result.steps) {
-    const int64_t tokens = prefill ? step.prefill_tokens : step.decode_tokens;
-    intervals.add(&rate, step.real_ms, step.real_ms + step.step_ms, static_cast<double>(tokens));
+/// Tokens of one kind over the measured time of the steps that computed them.
+std::string throughput_card(const ReplayResult& result, bool prefill) {
+  const auto [begin_ms, end_ms] = virtual_span(result);
+  const Intervals intervals(begin_ms, end_ms, result.steps.size());
+  std::vector<double> tokens(intervals.count(), 0.0), time_ms(intervals.count(), 0.0);
+  for (size_t i = 0; i < result.steps.size(); ++i) {
+    const ReplayStep& step = result.steps[i];
+    const int64_t step_tokens = prefill ? step.prefill_tokens : step.decode_tokens;
+    if (step_tokens <= 0 || !(step.step_ms > 0) || !std::isfinite(step.step_ms)) continue;
+    const double until_ms = next_virtual_ms(result, i, end_ms);
+    intervals.add(&tokens, step.virtual_ms, until_ms, static_cast<double>(step_tokens));
+    intervals.add(&time_ms, step.virtual_ms, until_ms, step.step_ms);
   }
-  for (double& value : rate) value *= 1000 / intervals.width_ms();
+  for (size_t i = 0; i < tokens.size(); ++i)
+    tokens[i] = time_ms[i] > 0 ? 1000 * tokens[i] / time_ms[i] : 0;
   const TimeAxis axis(end_ms);
+  const std::string kind = prefill ? "prefill" : "decode";
   BinnedChart chart;
   chart.title = prefill ? "Prefill tokens per second" : "Decode tokens per second";
-  chart.x_label = "wall time (" + axis.unit + ")";
-  chart.y_label = prefill ? "prefill tokens/s" : "decode tokens/s";
+  chart.x_label = "virtual time (" + axis.unit + ")";
+  chart.y_label = kind + " tokens/s";
   chart.x_unit = axis.unit;
   chart.y_unit = "tokens/s";
+  chart.x_begin = begin_ms / axis.scale;
   chart.x_end = end_ms / axis.scale;
   chart.style = ChartStyle::kStackedAreas;
-  chart.series = {{prefill ? "prefill" : "decode", prefill ? 1 : 2, std::move(rate)}};
-  return render_chart(chart);
+  chart.series = {{kind, prefill ? 1 : 2, std::move(tokens)}};
+  return card(prefill ? "Prefill throughput" : "Decode throughput",
+              "Measured: tokens over the time of the steps that computed them; 0 where there were "
+              "none.",
+              render_chart(chart));
 }
 
 std::string latency_card(const ReplayResult& result) {
@@ -386,17 +416,25 @@ std::string latency_card(const ReplayResult& result) {
 }
 
 std::string cache_card(const ReplayResult& result) {
-  const double end_ms = virtual_end_ms(result);
-  const Intervals intervals(0, end_ms, result.steps.size());
+  const auto [begin_ms, end_ms] = virtual_span(result);
+  const Intervals intervals(begin_ms, end_ms, result.steps.size());
+  // Both amounts of an interval are those of its fullest step: their own peaks may lie apart.
+  std::vector<double> total(intervals.count(), -1.0);
   std::vector<double> used(intervals.count(), NAN), cached(intervals.count(), NAN);
   double peak = 0;
   for (size_t i = 0; i < result.steps.size(); ++i) {
     const ReplayStep& step = result.steps[i];
-    const double until_ms = next_virtual_ms(result, i, end_ms);
-    intervals.raise(&used, step.virtual_ms, until_ms, static_cast<double>(step.pages_used));
-    intervals.raise(&cached, step.virtual_ms, until_ms, static_cast<double>(step.pages_cached));
-    peak = std::max(peak,
-                    static_cast<double>(step.pages_used) + static_cast<double>(step.pages_cached));
+    const auto step_used = static_cast<double>(step.pages_used);
+    const auto step_cached = static_cast<double>(step.pages_cached);
+    peak = std::max(peak, step_used + step_cached);
+    const auto [first, last] =
+        intervals.touched(step.virtual_ms, next_virtual_ms(result, i, end_ms));
+    for (size_t bin = first; bin < last; ++bin) {
+      if (step_used + step_cached <= total[bin]) continue;
+      total[bin] = step_used + step_cached;
+      used[bin] = step_used;
+      cached[bin] = step_cached;
+    }
   }
   const TimeAxis axis(end_ms);
   BinnedChart chart;
@@ -405,6 +443,7 @@ std::string cache_card(const ReplayResult& result) {
   chart.y_label = "pages";
   chart.x_unit = axis.unit;
   chart.y_unit = "pages";
+  chart.x_begin = begin_ms / axis.scale;
   chart.x_end = end_ms / axis.scale;
   chart.style = ChartStyle::kStackedAreas;
   chart.series = {{"held by requests", 1, std::move(used)},
@@ -415,13 +454,13 @@ std::string cache_card(const ReplayResult& result) {
   return card("Cache occupancy",
               "Capacity " + count_text(result.cache_pages) + " pages of " +
                   count_text(result.page) + " tokens, " + count_text(result.cache_bytes) +
-                  " bytes. Largest number in each interval.",
+                  " bytes. Each interval shows its fullest moment.",
               render_chart(chart));
 }
 
 std::string hits_card(const ReplayResult& result) {
-  const double end_ms = virtual_end_ms(result);
-  const Intervals intervals(0, end_ms, std::min<size_t>(result.steps.size(), 40));
+  const auto [begin_ms, end_ms] = virtual_span(result);
+  const Intervals intervals(begin_ms, end_ms, std::min<size_t>(result.steps.size(), 40));
   std::vector<double> hits(intervals.count(), 0.0);
   for (const ReplayStep& step : result.steps)
     intervals.add(&hits, step.virtual_ms, step.virtual_ms, static_cast<double>(step.hit_tokens));
@@ -432,6 +471,7 @@ std::string hits_card(const ReplayResult& result) {
   chart.y_label = "tokens per interval";
   chart.x_unit = axis.unit;
   chart.y_unit = "tokens";
+  chart.x_begin = begin_ms / axis.scale;
   chart.x_end = end_ms / axis.scale;
   chart.style = ChartStyle::kStackedBars;
   chart.series = {{"tokens found", 1, std::move(hits)}};
@@ -561,10 +601,7 @@ std::string render_report_html(const ReplayResult& result) {
   html += header(result) + key_figures(result);
   html += "<div class=\"cards\">\n";
   html += arrivals_card(result) + running_card(result);
-  html += card("Prefill throughput", "Measured; idle and bookkeeping time included.",
-               throughput_chart(result, true));
-  html += card("Decode throughput", "Measured; idle and bookkeeping time included.",
-               throughput_chart(result, false));
+  html += throughput_card(result, true) + throughput_card(result, false);
   html += latency_card(result) + check_card(result);
   html += cache_card(result) + hits_card(result);
   html += operator_time_card(result) + layers_card(result);

@@ -126,9 +126,9 @@ TEST(ReportHtml, ShowsEveryFigure) {
         "Time by operator", "Cache pages held by requests", "Prompt tokens found in the cache"})
     EXPECT_THAT(html, HasSubstr("aria-label=\"" + std::string(chart)));
   EXPECT_EQ(count_of(html, "role=\"img\""), 8u);
-  for (const char* axis : {">virtual time (", ">wall time (", ">time in the trace (",
-                           ">step latency (ms, logarithmic)<", ">pages<", ">requests<", ">steps<",
-                           ">prefill tokens/s<", ">decode tokens/s<", ">time (ms)<"})
+  for (const char* axis :
+       {">virtual time (", ">time in the trace (", ">step latency (ms, logarithmic)<", ">pages<",
+        ">requests<", ">steps<", ">prefill tokens/s<", ">decode tokens/s<", ">time (ms)<"})
     EXPECT_THAT(html, HasSubstr(axis));
 }
 
@@ -187,12 +187,32 @@ TEST(ReportHtml, PeaksSurviveTheIntervals) {
   EXPECT_THAT(render_report_html(result), HasSubstr("running: 987,654"));
 }
 
-TEST(ReportHtml, TokensAreSpreadOverTheTimeOfTheirStep) {
+TEST(ReportHtml, ThroughputIsTokensOverTheTimeOfTheirSteps) {
   ReplayResult result;
-  // One step of 2 s with 300 tokens: 150 tokens/s in both of its intervals.
-  result.steps = {{StepKind::kPrefill, 0, 0, 2000, 1, 0, 300, 0, 0, 0, 0, 0}};
-  const std::string html = render_report_html(result);
+  // 300 tokens in 2 s, then a decode step; the rate holds while the virtual clock passes the step.
+  result.steps = {{StepKind::kPrefill, 0, 0, 2000, 1, 0, 300, 0, 0, 0, 0, 0},
+                  {StepKind::kDecode, 500, 5000, 10, 1, 0, 0, 2, 0, 0, 0, 0}};
+  result.requests = {{}};
+  result.requests[0].finish_virtual_ms = 1000;
+  const std::string html = render_report_html(result);  // four intervals of 250 ms
   EXPECT_EQ(count_of(html, "prefill: 150 tokens/s"), 2u);
+  EXPECT_EQ(count_of(html, "prefill: 0 tokens/s"), 2u);
+  EXPECT_EQ(count_of(html, "decode: 200 tokens/s"), 2u);
+}
+
+TEST(ReportHtml, OccupancyOfAnIntervalIsThatOfOneStep) {
+  ReplayResult result = test::sample_result(20000);
+  for (ReplayStep& step : result.steps) {
+    // Held and kept pages take turns; together they are never more than 100.
+    const int64_t i = &step - result.steps.data();
+    step.pages_used = i % 2 == 0 ? 99 : 1;
+    step.pages_cached = 100 - step.pages_used;
+  }
+  const std::string html = render_report_html(result);
+  EXPECT_THAT(html,
+              Not(HasSubstr("held by requests: 99 pages\nkept for reuse, held by nobody: 99")));
+  EXPECT_THAT(html,
+              HasSubstr("held by requests: 99 pages\nkept for reuse, held by nobody: 1 pages"));
 }
 
 TEST(ReportHtml, HostileStringsAndNumbersDoNoHarm) {
