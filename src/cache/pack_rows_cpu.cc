@@ -1,10 +1,12 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "src/cache/pack_rows_cpu.cc"
 #include "src/core/simd.h"
-// The tile functions need the helpers of simd.h.
+// These need what simd.h includes.
+#include <algorithm>
 #include <cstring>
 
 #include "src/cache/pack_rows_impl.h"
+#include "src/cache/stream_row_cpu.h"
 #include "src/core/access.h"
 #include "src/core/fp8_tile_simd.h"
 #include "src/core/parallel.h"
@@ -14,46 +16,150 @@ HWY_BEFORE_NAMESPACE();
 namespace fovea::internal::HWY_NAMESPACE {
 namespace {
 
-void pack_v32(const bf16_t* x, ScaleMode mode, uint8_t* record) {
-  float scales[kV32NumTiles];
-  for (int64_t tile = 0; tile < kV32NumTiles; ++tile) {
-    scales[tile] = quantize_tile_simd(x + tile * kV32TileDim, kV32TileDim, latent_tile_scale, mode,
-                                      record + tile * kV32TileDim);
+// What one call works on.
+struct PackContext {
+  Accessor<const bf16_t, 2> src;
+  Accessor<const int32_t, 1> slots;
+  PagedRows<uint8_t> pool;
+  int64_t width;
+  ScaleMode mode;
+
+  bool takes(int64_t i) const { return pool.contains(slots(i)); }
+};
+
+// Asks for the source of a row a little further on and, unless rows are streamed, for the place it
+// goes to.
+template <bool kStream>
+HWY_INLINE void prefetch_ahead(const PackContext& context, int64_t i, int64_t bytes) {
+  const int64_t ahead = i + kPrefetchRows;
+  if (ahead >= context.slots.shape[0] || !context.takes(ahead)) return;
+  prefetch_row(reinterpret_cast<const uint8_t*>(context.src.row(ahead)), 2 * context.width);
+  if constexpr (!kStream) {
+    prefetch_row(context.pool.record(context.slots(ahead), bytes), bytes);
   }
+}
+
+template <bool kStream>
+void pack_bf16_rows(const PackContext& context, int64_t begin, int64_t end) {
+  const int64_t bytes = 2 * context.width;
+  for (int64_t i = begin; i < end; ++i) {
+    prefetch_ahead<kStream>(context, i, bytes);
+    if (!context.takes(i)) continue;
+    const auto* const from = reinterpret_cast<const uint8_t*>(context.src.row(i));
+    uint8_t* const to = context.pool.record(context.slots(i), bytes);
+    if constexpr (kStream) {
+      stream_row(from, to, bytes);
+    } else {
+      std::memcpy(to, from, static_cast<size_t>(bytes));
+    }
+  }
+}
+
+HWY_INLINE void pack_v32(const bf16_t* x, ScaleMode mode, uint8_t* record) {
+  const bf16_t* const from[] = {x, x + kV32TileDim, x + 2 * kV32TileDim, x + 3 * kV32TileDim};
+  uint8_t* const to[] = {record, record + kV32TileDim, record + 2 * kV32TileDim,
+                         record + 3 * kV32TileDim};
+  float scales[kV32NumTiles];
+  quantize_tiles_simd(from, kV32TileDim, latent_tile_scale, mode, to, scales);
   std::memcpy(record + kV32ScaleOffset, scales, sizeof(scales));
   std::memcpy(record + kV32RopeOffset, x + kV32LatentDim, sizeof(bf16_t) * kV32RopeDim);
 }
 
-void pack_i132(const bf16_t* x, int64_t width, ScaleMode mode, uint8_t* codes, uint8_t* scale_to) {
-  const float scale = quantize_tile_simd(x, width, index_tile_scale, mode, codes);
-  std::memcpy(scale_to, &scale, sizeof(scale));
+template <bool kStream>
+void pack_v32_rows(const PackContext& context, int64_t begin, int64_t end) {
+  // Streamed by way of two records in the first-level cache, one leaving while the other is packed:
+  // a wide load just after the narrower stores that it covers would wait for them.
+  HWY_ALIGN uint8_t records[2][kStream ? kV32RowBytes : 1];
+  int current = 0;
+  uint8_t* pending = nullptr;  // where the other record goes
+  for (int64_t i = begin; i < end; ++i) {
+    prefetch_ahead<kStream>(context, i, kV32RowBytes);
+    if (!context.takes(i)) continue;
+    uint8_t* const to = context.pool.record(context.slots(i), kV32RowBytes);
+    pack_v32(context.src.row(i), context.mode, kStream ? records[current] : to);
+    if constexpr (kStream) {
+      current ^= 1;
+      if (pending != nullptr) stream_row(records[current], pending, kV32RowBytes);
+      pending = to;
+    }
+  }
+  if (pending != nullptr) stream_row(records[current ^ 1], pending, kV32RowBytes);
+}
+
+template <int kRows>
+HWY_INLINE void pack_i132(const PackContext& context, const int64_t (&rows)[kRows]) {
+  const bf16_t* from[kRows];
+  uint8_t* to[kRows];
+  float scales[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    from[r] = context.src.row(rows[r]);
+    to[r] = context.pool.i132_codes(context.slots(rows[r]), context.width);
+  }
+  // The width of the models as a constant: the loops over it unroll.
+  if (context.width == kI132Width) {
+    quantize_tiles_simd<kRows>(from, kI132Width, index_tile_scale, context.mode, to, scales);
+  } else {
+    quantize_tiles_simd<kRows>(from, context.width, index_tile_scale, context.mode, to, scales);
+  }
+  for (int r = 0; r < kRows; ++r) {
+    std::memcpy(context.pool.i132_scale(context.slots(rows[r]), context.width), &scales[r],
+                sizeof(float));
+  }
+}
+
+// Four rows side by side; see quantize_tiles_simd. Codes and scales are too short to be streamed.
+void pack_i132_rows(const PackContext& context, int64_t begin, int64_t end) {
+  constexpr int kRows = 4;
+  int64_t rows[kRows];
+  int count = 0;
+  for (int64_t i = begin; i < end; ++i) {
+    if (!context.takes(i)) continue;
+    rows[count++] = i;
+    if (count == kRows) {
+      pack_i132<kRows>(context, rows);
+      count = 0;
+    }
+  }
+  for (int r = 0; r < count; ++r) pack_i132<1>(context, {rows[r]});
+}
+
+template <bool kStream>
+void pack_piece(RowFormat format, const PackContext& context, int64_t begin, int64_t end) {
+  switch (format) {
+    case RowFormat::kBf16:
+      pack_bf16_rows<kStream>(context, begin, end);
+      break;
+    case RowFormat::kV32:
+      pack_v32_rows<kStream>(context, begin, end);
+      break;
+    case RowFormat::kI132:
+      pack_i132_rows(context, begin, end);
+      break;
+  }
+  if constexpr (kStream) hwy::FlushStream();
+}
+
+// Whether every record starts and ends where a streaming store can, and there are many.
+bool may_stream(const PackContext& context, int64_t record_bytes) {
+  return context.slots.shape[0] * record_bytes >= kStreamFromBytes &&
+         reinterpret_cast<uintptr_t>(context.pool.data) % kStreamAlignment == 0 &&
+         context.pool.page_stride_bytes % kStreamAlignment == 0 &&
+         record_bytes % kStreamAlignment == 0;
 }
 
 void pack_rows(const RowCodecProblem& problem, const Device& device,
                const PackRowsTensors& tensors) {
-  const auto src = access<const bf16_t, 2>(tensors.src);
-  const auto slots = access<const int32_t, 1>(tensors.slots);
-  const auto pool = paged_rows<uint8_t>(tensors.pool, problem.page_size);
-  const int64_t width = problem.width;
-  const auto pack_one = [&](const bf16_t* x, int64_t slot) {
-    switch (problem.row_format) {
-      case RowFormat::kBf16:
-        std::memcpy(pool.record(slot, 2 * width), x, static_cast<size_t>(2 * width));
-        break;
-      case RowFormat::kV32:
-        pack_v32(x, problem.scale_mode, pool.record(slot, kV32RowBytes));
-        break;
-      case RowFormat::kI132:
-        pack_i132(x, width, problem.scale_mode, pool.i132_codes(slot, width),
-                  pool.i132_scale(slot, width));
-        break;
-    }
-  };
+  const PackContext context{
+      access<const bf16_t, 2>(tensors.src), access<const int32_t, 1>(tensors.slots),
+      paged_rows<uint8_t>(tensors.pool, problem.page_size), problem.width, problem.scale_mode};
+  const bool stream = may_stream(context, row_bytes(problem.row_format, problem.width));
   const ThreadScope threads(device.num_threads);
   // 32 rows take some microseconds: enough to pay for a task, few enough to balance.
-  ParallelFor(slots.shape[0], 32, [&](int64_t begin, int64_t end, int) {
-    for (int64_t i = begin; i < end; ++i) {
-      if (pool.contains(slots(i))) pack_one(src.row(i), slots(i));
+  ParallelFor(context.slots.shape[0], 32, [&](int64_t begin, int64_t end, int) {
+    if (stream) {
+      pack_piece<true>(problem.row_format, context, begin, end);
+    } else {
+      pack_piece<false>(problem.row_format, context, begin, end);
     }
   });
 }

@@ -27,7 +27,7 @@ void pack_rows_ref(const RowCodecProblem& problem, const Device&, const PackRows
   const auto pool = paged_rows<uint8_t>(tensors.pool, problem.page_size);
   const int64_t width = problem.width;
   for (int64_t i = 0; i < slots.shape[0]; ++i) {
-    const int64_t slot = slots(i);
+    const int32_t slot = slots(i);
     if (!pool.contains(slot)) continue;
     const bf16_t* x = src.row(i);
     switch (problem.row_format) {

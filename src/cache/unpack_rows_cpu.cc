@@ -1,10 +1,11 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "src/cache/unpack_rows_cpu.cc"
 #include "src/core/simd.h"
-// The tile functions need the helpers of simd.h.
+// These need what simd.h includes.
 #include <algorithm>
 #include <cstring>
 
+#include "src/cache/stream_row_cpu.h"
 #include "src/cache/unpack_rows_impl.h"
 #include "src/core/access.h"
 #include "src/core/fp8_tile_simd.h"
@@ -15,52 +16,123 @@ HWY_BEFORE_NAMESPACE();
 namespace fovea::internal::HWY_NAMESPACE {
 namespace {
 
-void unpack_v32(const uint8_t* record, bf16_t* out) {
+// What one call works on.
+struct UnpackContext {
+  PagedRows<const uint8_t> pool;
+  Accessor<const int32_t, 1> slots;
+  Accessor<bf16_t, 2> out;
+  int64_t width;
+};
+
+template <bool kStream>
+HWY_INLINE void unpack_v32(const uint8_t* record, bf16_t* out) {
   float scales[kV32NumTiles];
+  const uint8_t* codes[kV32NumTiles];
+  bf16_t* to[kV32NumTiles];
   std::memcpy(scales, record + kV32ScaleOffset, sizeof(scales));
   for (int64_t tile = 0; tile < kV32NumTiles; ++tile) {
-    dequantize_tile_simd(record + tile * kV32TileDim, kV32TileDim, scales[tile],
-                         out + tile * kV32TileDim);
+    codes[tile] = record + tile * kV32TileDim;
+    to[tile] = out + tile * kV32TileDim;
   }
-  std::memcpy(out + kV32LatentDim, record + kV32RopeOffset, sizeof(bf16_t) * kV32RopeDim);
+  dequantize_tiles_simd<kStream>(codes, kV32TileDim, scales, to);
+  const uint8_t* const rope = record + kV32RopeOffset;
+  auto* const rope_to = reinterpret_cast<uint8_t*>(out + kV32LatentDim);
+  if constexpr (kStream) {
+    stream_row(rope, rope_to, sizeof(bf16_t) * kV32RopeDim);
+  } else {
+    std::memcpy(rope_to, rope, sizeof(bf16_t) * kV32RopeDim);
+  }
 }
 
-void unpack_i132(const uint8_t* codes, const uint8_t* scale_from, int64_t width, bf16_t* out) {
-  float scale;
-  std::memcpy(&scale, scale_from, sizeof(scale));
-  dequantize_tile_simd(codes, width, scale, out);
+template <bool kStream>
+HWY_INLINE void unpack_i132(const UnpackContext& context, int32_t slot, bf16_t* out) {
+  float scales[1];
+  std::memcpy(scales, context.pool.i132_scale(slot, context.width), sizeof(scales));
+  const uint8_t* const codes[] = {context.pool.i132_codes(slot, context.width)};
+  bf16_t* const to[] = {out};
+  // The width of the models as a constant: the loops over it unroll.
+  if (context.width == kI132Width) {
+    dequantize_tiles_simd<kStream>(codes, kI132Width, scales, to);
+  } else {
+    dequantize_tiles_simd<kStream>(codes, context.width, scales, to);
+  }
+}
+
+template <bool kStream>
+HWY_INLINE void unpack_bf16(const UnpackContext& context, int32_t slot, bf16_t* out) {
+  const int64_t bytes = 2 * context.width;
+  const uint8_t* const from = context.pool.record(slot, bytes);
+  if constexpr (kStream) {
+    stream_row(from, reinterpret_cast<uint8_t*>(out), bytes);
+  } else {
+    std::memcpy(out, from, static_cast<size_t>(bytes));
+  }
+}
+
+// The part of a row that its slot gives in the first place, a little ahead of its use.
+HWY_INLINE void prefetch_ahead(const UnpackContext& context, int64_t i, int64_t bytes) {
+  const int64_t ahead = i + kPrefetchRows;
+  if (ahead >= context.slots.shape[0] || !context.pool.contains(context.slots(ahead))) return;
+  prefetch_row(context.pool.record(context.slots(ahead), bytes), bytes);
+}
+
+template <RowFormat kFormat, bool kStream>
+void unpack_piece(const UnpackContext& context, int64_t begin, int64_t end) {
+  const int64_t record_bytes = kFormat == RowFormat::kBf16  ? 2 * context.width
+                               : kFormat == RowFormat::kV32 ? kV32RowBytes
+                                                            : context.width;
+  for (int64_t i = begin; i < end; ++i) {
+    prefetch_ahead(context, i, record_bytes);
+    const int32_t slot = context.slots(i);
+    bf16_t* const out = context.out.row(i);
+    if (!context.pool.contains(slot)) {
+      std::fill_n(out, context.width, bf16_t{0});
+    } else if constexpr (kFormat == RowFormat::kBf16) {
+      unpack_bf16<kStream>(context, slot, out);
+    } else if constexpr (kFormat == RowFormat::kV32) {
+      unpack_v32<kStream>(context.pool.record(slot, kV32RowBytes), out);
+    } else {
+      unpack_i132<kStream>(context, slot, out);
+    }
+  }
+  if constexpr (kStream) hwy::FlushStream();
+}
+
+template <RowFormat kFormat>
+void unpack_format(const UnpackContext& context) {
+  const int64_t num_rows = context.slots.shape[0];
+  const int64_t stride_bytes = 2 * context.out.stride[0];
+  const bool is_aligned = reinterpret_cast<uintptr_t>(context.out.data) % kLineBytes == 0 &&
+                          stride_bytes % kLineBytes == 0 &&
+                          2 * context.width % kStreamAlignment == 0;
+  const bool stream = num_rows * 2 * context.width >= kStreamFromBytes && is_aligned;
+  // 32 rows take some microseconds: enough to pay for a task, few enough to balance.
+  ParallelFor(num_rows, 32, [&](int64_t begin, int64_t end, int) {
+    if (stream) {
+      unpack_piece<kFormat, true>(context, begin, end);
+    } else {
+      unpack_piece<kFormat, false>(context, begin, end);
+    }
+  });
 }
 
 void unpack_rows(const RowCodecProblem& problem, const Device& device,
                  const UnpackRowsTensors& tensors) {
-  const auto pool = paged_rows<const uint8_t>(tensors.pool, problem.page_size);
-  const auto slots = access<const int32_t, 1>(tensors.slots);
-  const auto out = access<bf16_t, 2>(tensors.out);
-  const int64_t width = problem.width;
-  const auto unpack_one = [&](int64_t slot, bf16_t* row) {
-    switch (problem.row_format) {
-      case RowFormat::kBf16:
-        std::memcpy(row, pool.record(slot, 2 * width), static_cast<size_t>(2 * width));
-        break;
-      case RowFormat::kV32:
-        unpack_v32(pool.record(slot, kV32RowBytes), row);
-        break;
-      case RowFormat::kI132:
-        unpack_i132(pool.i132_codes(slot, width), pool.i132_scale(slot, width), width, row);
-        break;
-    }
-  };
+  const UnpackContext context{paged_rows<const uint8_t>(tensors.pool, problem.page_size),
+                              access<const int32_t, 1>(tensors.slots),
+                              access<bf16_t, 2>(tensors.out), problem.width};
   const ThreadScope threads(device.num_threads);
-  // 32 rows take some microseconds: enough to pay for a task, few enough to balance.
-  ParallelFor(slots.shape[0], 32, [&](int64_t begin, int64_t end, int) {
-    for (int64_t i = begin; i < end; ++i) {
-      if (pool.contains(slots(i))) {
-        unpack_one(slots(i), out.row(i));
-      } else {
-        std::fill_n(out.row(i), width, bf16_t{0});
-      }
-    }
-  });
+  switch (problem.row_format) {
+    case RowFormat::kBf16:
+      unpack_format<RowFormat::kBf16>(context);
+      break;
+    case RowFormat::kV32:
+      unpack_format<RowFormat::kV32>(context);
+      break;
+    case RowFormat::kI132:
+      unpack_format<RowFormat::kI132>(context);
+      break;
+  }
 }
 
 }  // namespace

@@ -32,7 +32,7 @@ void unpack_rows_ref(const RowCodecProblem& problem, const Device&,
   const auto out = access<bf16_t, 2>(tensors.out);
   const int64_t width = problem.width;
   for (int64_t i = 0; i < slots.shape[0]; ++i) {
-    const int64_t slot = slots(i);
+    const int32_t slot = slots(i);
     bf16_t* const row = out.row(i);
     if (!pool.contains(slot)) {
       std::fill_n(row, width, bf16_t{0});

@@ -36,8 +36,9 @@ constexpr int64_t row_bytes(RowFormat format, int64_t width) {
   return 0;
 }
 
-/// Tokens of a paged pool, addressed by slot = page * page_size + offset, in 64 bits. Byte is const
-/// for readers. Nothing in a pool is aligned beyond what its base and page stride give.
+/// Tokens of a paged pool, addressed by slot = page * page_size + offset; byte offsets are 64 bits
+/// wide. Byte is const for readers. Nothing in a pool is aligned beyond what its base and page
+/// stride give.
 template <class Byte>
 struct PagedRows {
   Byte* data = nullptr;
@@ -46,18 +47,21 @@ struct PagedRows {
   int64_t page_stride_bytes = 0;
 
   int64_t capacity() const { return num_pages * page_size; }
-  bool contains(int64_t slot) const { return slot >= 0 && slot < capacity(); }
+  bool contains(int32_t slot) const { return slot >= 0 && slot < capacity(); }
 
-  /// Start of the slot's part in a region of the page that gives `bytes` to each token and starts
-  /// `region_offset` bytes into the page.
-  Byte* at(int64_t slot, int64_t bytes, int64_t region_offset = 0) const {
-    return data + slot / page_size * page_stride_bytes + region_offset + slot % page_size * bytes;
+  /// Start of a valid slot's part in a region of the page that gives `bytes` to each token and
+  /// starts `region_offset` bytes into the page.
+  Byte* at(int32_t slot, int64_t bytes, int64_t region_offset = 0) const {
+    // Both fit 32 bits, whose division is several times faster than that of 64 on many processors.
+    const uint32_t page = static_cast<uint32_t>(slot) / static_cast<uint32_t>(page_size);
+    const int64_t offset = slot - page * page_size;
+    return data + page * page_stride_bytes + region_offset + offset * bytes;
   }
 
   /// The record of a bf16 or v32 row.
-  Byte* record(int64_t slot, int64_t bytes) const { return at(slot, bytes); }
-  Byte* i132_codes(int64_t slot, int64_t width) const { return at(slot, width); }
-  Byte* i132_scale(int64_t slot, int64_t width) const { return at(slot, 4, page_size * width); }
+  Byte* record(int32_t slot, int64_t bytes) const { return at(slot, bytes); }
+  Byte* i132_codes(int32_t slot, int64_t width) const { return at(slot, width); }
+  Byte* i132_scale(int32_t slot, int64_t width) const { return at(slot, 4, page_size * width); }
 };
 
 /// Views a pool: u8 [pages, page_bytes], or bf16 [S, D] (then every row is a page of its own).

@@ -181,12 +181,34 @@ TEST_P(Fp8SimdTest, StoreEncodesTiesTheirNeighboursAndRandomBits) {
 TEST_P(Fp8SimdTest, QuantizesEveryPairOfElementAndLargestMagnitude) {
   // The quotient depends on the exponents only through their difference, and a code is 0 from 19
   // binades below amax on: 128 mantissas of amax times the 20 binades below each are all there is.
+  // In tiles of 64, so that a subnormal code sends only its neighbours down the slow path.
   for (const int exponent : {127, 127 - 40, 254, 30}) {
     for (int mantissa = 0; mantissa < 128; ++mantissa) {
       const int amax_bits = exponent << 7 | mantissa;
-      std::vector<bf16_t> x;
-      for (int bits = std::max(0, amax_bits - (20 << 7)); bits <= amax_bits; ++bits) {
-        x.push_back(bf16_t{static_cast<uint16_t>(bits | (bits & 1) << 15)});
+      for (int bits = std::max(0, amax_bits - (20 << 7)); bits <= amax_bits; bits += 63) {
+        std::vector<bf16_t> x(64);
+        for (int i = 0; i < 63; ++i) {
+          const int element = std::min(bits + i, amax_bits);
+          x[static_cast<size_t>(i)].bits = static_cast<uint16_t>(element | (element & 1) << 15);
+        }
+        x[63].bits = static_cast<uint16_t>(amax_bits);
+        for (const TileScaleRule rule : kRules) {
+          for (const ScaleMode mode : kModes) expect_quantizes(x, rule, mode);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(Fp8SimdTest, QuantizesTilesOfAnyMagnitudeWithAndWithoutTinyElements) {
+  test::Rng rng(4);
+  for (int exponent = -126; exponent < 128; ++exponent) {
+    for (const bool has_tiny : {false, true}) {
+      std::vector<bf16_t> x = rng.bf16_normals(128, std::ldexp(0.2f, exponent));
+      for (bf16_t& element : x) {
+        if (has_tiny && rng.integer(0, 3) == 0) {
+          element = bf16_from_float(bf16_to_float(element) * rng.uniform(0.0f, 1e-4f));
+        }
       }
       for (const TileScaleRule rule : kRules) {
         for (const ScaleMode mode : kModes) expect_quantizes(x, rule, mode);
