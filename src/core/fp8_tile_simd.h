@@ -132,8 +132,8 @@ HWY_INLINE bool is_moderate(float scale) { return scale >= 0x1p-100f && scale <=
 ///   code = 8 + 8 * (u >> 7) + number of steps <= (u & 127)
 ///
 /// where a binade has 7 steps inside. They are at least 8 bit patterns apart (a step spans 1/15.5
-/// of the element or more, and an element is at least 128 patterns above the bottom of its binade),
-/// so a cell of 8 patterns holds at most one: rank[cell] is one more than the steps up to the start
+/// of the element or more, and an element is 128 units of its last place or more), so a cell of 8
+/// patterns holds at most one: rank[cell] is one more than the steps up to the start
 /// of the cell, before[rank] the pattern before the following step. Below `start` codes are
 /// subnormal; from four binades below on they are 0, because 7.75 / 16 rounds to 0.
 ///
