@@ -34,7 +34,7 @@ struct Floor {
 };
 
 /// The larger of flops over the better arithmetic limit and bytes over the matching bandwidth. Warm
-/// runs whose bytes fit into half the L2 of all threads, or half the L3, are measured against
+/// runs whose bytes fit into 3/4 of the L2 of all threads, or of the L3, are measured against
 /// those.
 Floor floor_of(const Work& work, const ThroughputLimits& limits, const CpuFacts& cpu, bool cold);
 

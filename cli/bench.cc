@@ -25,9 +25,10 @@ namespace {
 // The cases that the options ask for. Throws UsageError when a name is wrong.
 std::vector<bench::BenchCase> select_cases(const BenchOptions& options) {
   std::vector<bench::BenchCase> selected;
+  std::set<std::string> seen;
   std::string ops, names;
   for (bench::BenchCase& entry : bench::all_cases()) {
-    if (ops.find(" " + entry.op + " ") == std::string::npos) ops += " " + entry.op + " ";
+    if (seen.insert(entry.op).second) ops += " " + entry.op;
     if (!options.op.empty() && entry.op != options.op) continue;
     names += fmt::format("\n  {:<36} {}", entry.op + "/" + entry.name, entry.description);
     if (entry.name.find(options.case_name) != std::string::npos)

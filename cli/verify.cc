@@ -169,6 +169,9 @@ Row verify_target(const VerifyOperator& op, const Target& target,
     });
     ++row.golden;
   }
+  if (row.refused == row.generated + row.golden) {
+    row.mismatches.push_back("refused every problem: nothing was compared");
+  }
   return row;
 }
 

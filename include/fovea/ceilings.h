@@ -16,7 +16,7 @@ struct CpuFacts {
   std::string model;              ///< e.g. "AMD EPYC 9554"; "unknown" when the system does not say.
   int num_threads = 1;            ///< Hardware threads that this process may see.
   int64_t l2_bytes_per_core = 0;  ///< 0: unknown.
-  int64_t l3_bytes_total = 0;     ///< Sum over the distinct L3 caches; 0: none or unknown.
+  int64_t l3_bytes_total = 0;     ///< Distinct L3 caches of those threads; 0: none or unknown.
 };
 
 /// Read once and kept.
@@ -30,9 +30,9 @@ struct ThroughputLimits {
   std::optional<double> bf16_dot_gflops;   ///< AVX512-BF16 dot products.
   double l2_read_gb_per_s = 0;             ///< Every thread reads its own half L2.
   std::optional<double> l3_read_gb_per_s;  ///< Together the threads read half the L3.
-  double dram_read_gb_per_s = 0;           ///< One pass over a buffer of at least 4 L3.
+  double dram_read_gb_per_s = 0;           ///< One pass over 4 L3, 128 MiB to 1 GiB.
   double copy_gb_per_s = 0;                ///< Streaming stores; bytes read plus bytes written.
-  double gather_1152_gb_per_s = 0;         ///< bf16 latent rows in random order, pool >= 4 L3.
+  double gather_1152_gb_per_s = 0;         ///< bf16 latent rows of that buffer, random order.
   double gather_656_gb_per_s = 0;          ///< The same for packed fp8 rows.
 
   /// The larger of the two arithmetic limits.

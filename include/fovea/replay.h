@@ -152,6 +152,9 @@ struct CheckSummary {
   double worst_lse = 0;        ///< Largest |lse error| (limit 1e-3).
   double selection_slack = 0;  ///< Largest misplacement of a selected or left-out key, as a part of
                                ///< the row's max |logit| (limit 2^-16).
+  int64_t rows_requantised = 0;  ///< Rows whose selection is right for the index codes of the
+                                 ///< implementation that ran, which differ from the reference's by
+                                 ///< a rounding, and not for the reference's own.
   std::vector<CheckFailure> failures;  ///< The first 32.
 };
 

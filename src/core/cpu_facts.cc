@@ -1,5 +1,9 @@
+#include <sched.h>
+
 #include <algorithm>
+#include <array>
 #include <cctype>
+#include <cstring>
 #include <fstream>
 #include <set>
 #include <string>
@@ -44,12 +48,27 @@ int64_t parse_bytes(const std::string& text) {
   return value;
 }
 
-// Walks the caches of every CPU; caches shared by several CPUs are counted once.
+constexpr int kMaxCpus = 4096;
+
+// Whether this process may run on a CPU; true when the system does not say.
+bool may_use(int cpu) {
+  static const auto mask = [] {
+    std::array<cpu_set_t, kMaxCpus / CPU_SETSIZE> set{};
+    if (sched_getaffinity(0, sizeof(set), set.data()) != 0)
+      std::memset(set.data(), 0xFF, sizeof(set));
+    return set;
+  }();
+  return CPU_ISSET_S(cpu, sizeof(mask), mask.data());
+}
+
+// Walks the caches of every CPU that the process may use; caches shared by several are counted
+// once.
 void read_caches(CpuFacts* facts) {
   std::set<std::pair<std::string, std::string>> seen;  // (level, CPUs that share it)
-  for (int cpu = 0; cpu < 4096; ++cpu) {
+  for (int cpu = 0; cpu < kMaxCpus; ++cpu) {
+    if (!may_use(cpu)) continue;
     const std::string base = "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/cache/index";
-    if (first_line(base + "0/level").empty()) break;
+    if (first_line(base + "0/level").empty()) continue;
     for (int index = 0; index < 8; ++index) {
       const std::string directory = base + std::to_string(index);
       const std::string level = first_line(directory + "/level");

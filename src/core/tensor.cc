@@ -73,7 +73,8 @@ std::string to_string(const TensorShape& tensor) {
   bool is_packed = true;
   for (size_t i = static_cast<size_t>(tensor.rank); i-- > 0;) {
     if (tensor.shape[i] > 1 && tensor.stride[i] != packed) is_packed = false;
-    packed *= tensor.shape[i];
+    // Refused shapes are printed too: their product may wrap.
+    static_cast<void>(__builtin_mul_overflow(packed, tensor.shape[i], &packed));
   }
   std::string strides;
   for (size_t i = 0; i < static_cast<size_t>(tensor.rank); ++i) {

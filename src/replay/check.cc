@@ -11,54 +11,20 @@
 #include "fovea/sparse_mla.h"
 #include "src/core/fp8_tile.h"
 #include "src/core/parallel.h"
-#include "src/replay/tensor_generator.h"
 
 namespace fovea::internal {
 namespace {
 
-constexpr int64_t kKeyTile = 512;  // keys quantised at once
 constexpr int64_t kRowWidth = 576;
 constexpr int64_t kScaleTile = 128;  // channels that share a scale in v32
 
-const std::array<double, 256>& e4m3_values() {
-  static const std::array<double, 256> values = [] {
-    std::array<double, 256> table;
-    for (int code = 0; code < 256; ++code) {
-      table[static_cast<size_t>(code)] = e4m3_to_float(static_cast<uint8_t>(code));
-    }
-    return table;
-  }();
-  return values;
-}
-
-// Exact: a product of two codes is a multiple of 2^-18 below 2^18, a sum of 128 of them fits the 53
-// bits of a double. Four sums, so that the compiler may use vectors.
-double exact_dot(const double* a, const double* b, int64_t count) {
+// Four sums, so that the compiler may use vectors.
+double dot(const double* a, const double* b, int64_t count) {
   double sums[4] = {0, 0, 0, 0};
   for (int64_t i = 0; i < count; i += 4) {
     for (int64_t lane = 0; lane < 4; ++lane) sums[lane] += a[i + lane] * b[i + lane];
   }
   return (sums[0] + sums[1]) + (sums[2] + sums[3]);
-}
-
-IndexQuantize plan_quantize(const ModelSpec& model, int64_t max_rows, int64_t num_heads) {
-  IndexQuantizeProblem problem;
-  problem.max_rows = max_rows;
-  problem.num_heads = num_heads;
-  problem.head_dim = model.index_dim;
-  problem.rope_dim = model.rope_dim;
-  problem.rope_style = model.index_rope_style;
-  problem.hadamard = model.hadamard;
-  problem.scale_mode = model.index_scale_mode;
-  return IndexQuantize::plan(problem, Device::cpu(1), {"ref"});
-}
-
-int64_t longest_request(const Workload& workload) {
-  int64_t longest = 1;
-  for (int64_t r = 0; r < workload.num_requests(); ++r) {
-    longest = std::max(longest, workload.request(r).num_rows());
-  }
-  return longest;
 }
 
 // NaN is the worst of all.
@@ -89,109 +55,13 @@ void cached_latent_key(const RowInputs& inputs, int64_t layer, uint64_t token_id
 
 }  // namespace
 
-struct RowChecker::IndexKeys {
-  std::vector<uint8_t> codes;  // [count, Di]
-  std::vector<float> scales;   // [count]
-};
-
-RowChecker::RowChecker(const RowInputs& inputs, std::vector<int64_t> layers, int64_t topk)
+RowChecker::RowChecker(const RowInputs& inputs, std::vector<int64_t> layers, int64_t topk,
+                       const std::string& implementation)
     : inputs_(inputs),
       layers_(std::move(layers)),
       topk_(topk),
-      quantize_keys_(plan_quantize(inputs.model(), kKeyTile, 1)),
-      quantize_query_(plan_quantize(inputs.model(), 1, inputs.model().index_heads)) {
-  const int64_t positions = longest_request(inputs.workload());
-  cos_sin_.resize(static_cast<size_t>(positions * inputs.model().rope_dim));
-  generate_cos_sin(positions, inputs.model().rope_dim, cos_sin_.data());
-}
-
-void RowChecker::quantize_keys(int64_t request, int64_t layer, int64_t count,
-                               IndexKeys* keys) const {
-  const ModelSpec& model = inputs_.model();
-  const int64_t width = model.index_dim;
-  keys->codes.resize(static_cast<size_t>(count * width));
-  keys->scales.resize(static_cast<size_t>(count));
-  std::vector<float> weight(static_cast<size_t>(width)), bias(weight.size());
-  inputs_.norm(layer, weight, bias);
-  std::vector<bf16_t> raw(static_cast<size_t>(kKeyTile * width)), no_query(raw.size());
-  std::vector<uint8_t> query_codes(raw.size());
-  std::vector<float> gate(kKeyTile), query_scale(kKeyTile), head_weight(kKeyTile);
-  std::vector<int32_t> positions(kKeyTile);
-  HostBuffer workspace(quantize_keys_.workspace_bytes());
-  const auto max_positions = static_cast<int64_t>(cos_sin_.size()) / model.rope_dim;
-  for (int64_t first = 0; first < count; first += kKeyTile) {
-    const int64_t rows = std::min(kKeyTile, count - first);
-    for (int64_t i = 0; i < rows; ++i) {
-      const uint64_t token = inputs_.workload().token_id(request, first + i);
-      inputs_.index_key(
-          layer, token,
-          std::span(raw).subspan(static_cast<size_t>(i * width), static_cast<size_t>(width)));
-      positions[static_cast<size_t>(i)] = static_cast<int32_t>(first + i);
-    }
-    // The operator quantises queries beside keys: one head of zeros.
-    quantize_keys_.run({make_tensor(no_query.data(), DType::kBf16, {rows, 1, width}),
-                        make_tensor(raw.data(), DType::kBf16, {rows, width}),
-                        make_tensor(weight.data(), DType::kF32, {width}),
-                        make_tensor(bias.data(), DType::kF32, {width}),
-                        make_tensor(gate.data(), DType::kF32, {rows, 1}),
-                        make_tensor(positions.data(), DType::kI32, {rows}),
-                        make_tensor(cos_sin_.data(), DType::kF32, {max_positions, model.rope_dim}),
-                        make_tensor(query_codes.data(), DType::kU8, {rows, 1, width}),
-                        make_tensor(query_scale.data(), DType::kF32, {rows, 1}),
-                        make_tensor(keys->codes.data() + first * width, DType::kU8, {rows, width}),
-                        make_tensor(keys->scales.data() + first, DType::kF32, {rows}),
-                        make_tensor(head_weight.data(), DType::kF32, {rows, 1})},
-                       workspace.workspace());
-  }
-}
-
-std::vector<double> RowChecker::logits(const CheckRow& row, const IndexKeys& keys) const {
-  const ModelSpec& model = inputs_.model();
-  const int64_t layer = layers_[static_cast<size_t>(row.layer)];
-  const int64_t heads = model.index_heads;
-  const int64_t width = model.index_dim;
-  const uint64_t token = inputs_.workload().token_id(row.request, row.position);
-  std::vector<bf16_t> raw(static_cast<size_t>(heads * width)), raw_key(static_cast<size_t>(width));
-  std::vector<float> norm_weight(raw_key.size()), norm_bias(raw_key.size());
-  std::vector<float> gate(static_cast<size_t>(heads)), scale(gate.size()), head_weight(gate.size());
-  std::vector<uint8_t> codes(raw.size()), key_codes(raw_key.size());
-  float key_scale = 0;
-  inputs_.index_query(layer, row.request, row.position, raw);
-  inputs_.index_key(layer, token, raw_key);
-  inputs_.head_gate(layer, token, gate);
-  inputs_.norm(layer, norm_weight, norm_bias);
-  auto position = static_cast<int32_t>(row.position);
-  HostBuffer workspace(quantize_query_.workspace_bytes());
-  const auto max_positions = static_cast<int64_t>(cos_sin_.size()) / model.rope_dim;
-  quantize_query_.run(
-      {make_tensor(raw.data(), DType::kBf16, {1, heads, width}),
-       make_tensor(raw_key.data(), DType::kBf16, {1, width}),
-       make_tensor(norm_weight.data(), DType::kF32, {width}),
-       make_tensor(norm_bias.data(), DType::kF32, {width}),
-       make_tensor(gate.data(), DType::kF32, {1, heads}), make_tensor(&position, DType::kI32, {1}),
-       make_tensor(cos_sin_.data(), DType::kF32, {max_positions, model.rope_dim}),
-       make_tensor(codes.data(), DType::kU8, {1, heads, width}),
-       make_tensor(scale.data(), DType::kF32, {1, heads}),
-       make_tensor(key_codes.data(), DType::kU8, {1, width}),
-       make_tensor(&key_scale, DType::kF32, {1}),
-       make_tensor(head_weight.data(), DType::kF32, {1, heads})},
-      workspace.workspace());
-  const std::array<double, 256>& e4m3 = e4m3_values();
-  std::vector<double> query(raw.size()), key(raw_key.size());
-  std::transform(codes.begin(), codes.end(), query.begin(), [&](uint8_t c) { return e4m3[c]; });
-  std::vector<double> result(static_cast<size_t>(row.position + 1));
-  for (int64_t j = 0; j <= row.position; ++j) {
-    const uint8_t* const code = keys.codes.data() + j * width;
-    std::transform(code, code + width, key.begin(), [&](uint8_t c) { return e4m3[c]; });
-    double sum = 0;
-    for (int64_t h = 0; h < heads; ++h) {
-      const double dot = exact_dot(query.data() + h * width, key.data(), width);
-      sum += head_weight[static_cast<size_t>(h)] * std::max(0.0, dot);
-    }
-    result[static_cast<size_t>(j)] = keys.scales[static_cast<size_t>(j)] * sum;
-  }
-  return result;
-}
+      reference_(inputs, "ref"),
+      run_(inputs, implementation) {}
 
 void RowChecker::fail(const CheckSample& sample, const char* op, const char* kind,
                       std::string detail, CheckVerdict* verdict) const {
@@ -231,29 +101,80 @@ void RowChecker::check_selection(const CheckSample& sample, const IndexKeys& key
                     std::to_string(wanted));
     return;
   }
-  if (!verdict->selecting) return;  // the right number of distinct positions: all of them
-  const std::vector<double> row_logits = logits(sample.row, keys);
-  std::vector<double> sorted = row_logits;
+  // Not selecting: the right number of distinct positions is all of them.
+  if (verdict->selecting) check_logits(sample, selected, keys, verdict);
+}
+
+RowChecker::Misplacement RowChecker::misplacement(const std::vector<bool>& selected,
+                                                  const std::vector<double>& logits) const {
+  std::vector<double> sorted = logits;
   std::nth_element(sorted.begin(), sorted.begin() + (topk_ - 1), sorted.end(), std::greater<>());
-  const double boundary = sorted[static_cast<size_t>(topk_ - 1)];
-  double largest = 0, misplaced = 0;
-  int64_t worst = 0;
-  for (int64_t j = 0; j < length; ++j) {
-    const double logit = row_logits[static_cast<size_t>(j)];
-    largest = std::max(largest, std::fabs(logit));
-    const double distance = selected[static_cast<size_t>(j)] ? boundary - logit : logit - boundary;
-    if (distance > misplaced) {
-      misplaced = distance;
-      worst = j;
+  Misplacement worst;
+  worst.boundary = sorted[static_cast<size_t>(topk_ - 1)];
+  double largest = 0, distance = 0;
+  for (size_t j = 0; j < logits.size(); ++j) {
+    largest = std::max(largest, std::fabs(logits[j]));
+    const double outside = selected[j] ? worst.boundary - logits[j] : logits[j] - worst.boundary;
+    if (outside > distance) {
+      distance = outside;
+      worst.position = static_cast<int64_t>(j);
+      worst.logit = logits[j];
     }
   }
-  verdict->selection_slack = largest > 0 ? misplaced / largest : 0;
-  if (misplaced > kSelectionTolerance * largest) {
-    selection_fails("position " + std::to_string(worst) + " with logit " +
-                    number(row_logits[static_cast<size_t>(worst)]) + " is " +
-                    (selected[static_cast<size_t>(worst)] ? "selected" : "left out") +
-                    ", the boundary is " + number(boundary));
+  worst.slack = largest > 0 ? distance / largest : 0;
+  return worst;
+}
+
+bool RowChecker::same_codes(const CheckRow& row, const IndexQuery& query,
+                            const IndexQuery& run_query, const IndexKeys& keys,
+                            const IndexKeys& run_keys) const {
+  const auto width = static_cast<size_t>(inputs_.model().index_dim);
+  const auto rows_agree = [&](const auto& a, const auto& b, size_t count) {
+    for (size_t i = 0; i < count; ++i) {
+      if (!same_up_to_rounding(std::span(a.codes).subspan(i * width, width), a.scales[i],
+                               std::span(b.codes).subspan(i * width, width), b.scales[i])) {
+        return false;
+      }
+    }
+    return true;
+  };
+  for (size_t h = 0; h < query.head_weight.size(); ++h) {
+    // gate * constants * scale, of which only the scale may differ.
+    const double expected = static_cast<double>(query.head_weight[h]) / query.scales[h];
+    const double found = static_cast<double>(run_query.head_weight[h]) / run_query.scales[h];
+    if (!(std::fabs(found - expected) <= 1e-6 * std::fabs(expected))) return false;
   }
+  return rows_agree(query, run_query, query.scales.size()) &&
+         rows_agree(keys, run_keys, static_cast<size_t>(row.position + 1));
+}
+
+void RowChecker::check_logits(const CheckSample& sample, const std::vector<bool>& selected,
+                              const IndexKeys& keys, CheckVerdict* verdict) const {
+  const CheckRow& row = sample.row;
+  const int64_t layer = layers_[static_cast<size_t>(row.layer)];
+  const int64_t length = row.position + 1;
+  const IndexQuery query = reference_.query(layer, row.request, row.position);
+  const Misplacement worst = misplacement(selected, fp64_logits(query, keys, length));
+  verdict->selection_slack = worst.slack;
+  if (worst.slack <= kSelectionTolerance) return;
+  const IndexQuery run_query = run_.query(layer, row.request, row.position);
+  const IndexKeys run_keys = run_.keys(layer, row.request, length);
+  if (!same_codes(row, query, run_query, keys, run_keys)) {
+    fail(sample, "index_quantize", "selection",
+         "index codes differ from the reference by more than a rounding", verdict);
+    return;
+  }
+  const Misplacement run_worst = misplacement(selected, fp64_logits(run_query, run_keys, length));
+  if (run_worst.slack <= kSelectionTolerance) {
+    verdict->selection_slack = run_worst.slack;
+    verdict->requantised = true;
+    return;
+  }
+  fail(sample, "index_select", "selection",
+       "position " + std::to_string(worst.position) + " with logit " + number(worst.logit) +
+           " is " + (selected[static_cast<size_t>(worst.position)] ? "selected" : "left out") +
+           ", the boundary is " + number(worst.boundary),
+       verdict);
 }
 
 RowChecker::HeadError RowChecker::check_head(std::span<const bf16_t> raw_query,
@@ -265,7 +186,7 @@ RowChecker::HeadError RowChecker::check_head(std::span<const bf16_t> raw_query,
   double largest = -std::numeric_limits<double>::infinity();
   for (int64_t i = 0; i < count; ++i) {
     const double score = static_cast<double>(inputs_.model().softmax_scale) *
-                         exact_dot(query.data(), keys.data() + i * kRowWidth, kRowWidth);
+                         dot(query.data(), keys.data() + i * kRowWidth, kRowWidth);
     weights[static_cast<size_t>(i)] = score;
     largest = std::max(largest, score);
   }
@@ -335,9 +256,9 @@ std::vector<CheckVerdict> RowChecker::check(std::span<const CheckSample> samples
         const int64_t length = samples[i].row.position + 1;
         if (length > topk_) needed = std::max(needed, length);
       }
-      IndexKeys keys;
       const CheckRow& row = samples[members.front()].row;
-      quantize_keys(row.request, layers_[static_cast<size_t>(row.layer)], needed, &keys);
+      const IndexKeys keys =
+          reference_.keys(layers_[static_cast<size_t>(row.layer)], row.request, needed);
       for (const size_t i : members) {
         check_selection(samples[i], keys, &verdicts[i]);
         // Output over a selection with foreign or repeated slots has no meaning.
@@ -363,6 +284,7 @@ void summarize_check(std::span<const CheckRow> rows, std::span<const CheckVerdic
     const auto raise = [](double value, double* worst) {
       if (is_worse(value, *worst)) *worst = value;
     };
+    summary->rows_requantised += verdict.requantised ? 1 : 0;
     raise(verdict.worst_rms, &summary->worst);
     raise(verdict.worst_lse, &summary->worst_lse);
     raise(verdict.selection_slack, &summary->selection_slack);

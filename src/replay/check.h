@@ -4,8 +4,8 @@
 #include <span>
 #include <vector>
 
-#include "fovea/index_quantize.h"
 #include "fovea/replay.h"
+#include "src/replay/index_codes.h"
 #include "src/replay/row_inputs.h"
 #include "src/replay/run_plan.h"
 
@@ -30,28 +30,47 @@ struct CheckVerdict {
   double worst_rms = 0;
   double worst_lse = 0;
   double selection_slack = 0;
+  bool requantised = false;  ///< Right for the run's own index codes only.
   std::vector<CheckFailure> failures;
 };
 
 /// Thread-safe.
 class RowChecker {
  public:
-  /// `layers`: model layer ids, by index; `topk`: selection width of the run.
-  RowChecker(const RowInputs& inputs, std::vector<int64_t> layers, int64_t topk);
+  /// `layers`: model layer ids, by index; `topk`: selection width of the run; `implementation`:
+  /// what the run forces, empty for the best.
+  RowChecker(const RowInputs& inputs, std::vector<int64_t> layers, int64_t topk,
+             const std::string& implementation = "");
 
   /// Verdicts of samples, in their order; runs in parallel inside the caller's ThreadScope.
+  ///
   /// Selection, with c the topk-th largest logit and d = kSelectionTolerance * max |logit|:
   /// min(len, topk) distinct positions, each with logit >= c - d, and every position with logit > c
-  /// + d among them; for len <= topk exactly 0..len-1. Output and lse: fp64 attention over the
-  /// selected keys.
+  /// + d among them; for len <= topk exactly 0..len-1. The logits are those of the reference's
+  /// index codes. The reference rounds fp64 values to bf16, implementations round fp32 values: now
+  /// and then a code differs by a step, which moves logits by more than d. A selection that is
+  /// wrong for the reference's codes is therefore compared with those of the implementation that
+  /// ran, after these have been compared with the reference's.
+  ///
+  /// Output and lse: fp64 attention over the selected keys.
   std::vector<CheckVerdict> check(std::span<const CheckSample> samples) const;
 
  private:
-  struct IndexKeys;
-  void quantize_keys(int64_t request, int64_t layer, int64_t count, IndexKeys* keys) const;
-  std::vector<double> logits(const CheckRow& row, const IndexKeys& keys) const;
+  // How far a selection is from that of given logits.
+  struct Misplacement {
+    int64_t position = 0;  // of the worst key
+    double logit = 0;
+    double boundary = 0;
+    double slack = 0;  // distance of the worst key from the boundary / max |logit|
+  };
+  Misplacement misplacement(const std::vector<bool>& selected,
+                            const std::vector<double>& logits) const;
+  bool same_codes(const CheckRow& row, const IndexQuery& query, const IndexQuery& run_query,
+                  const IndexKeys& keys, const IndexKeys& run_keys) const;
   void check_selection(const CheckSample& sample, const IndexKeys& keys,
                        CheckVerdict* verdict) const;
+  void check_logits(const CheckSample& sample, const std::vector<bool>& selected,
+                    const IndexKeys& keys, CheckVerdict* verdict) const;
   // Relative rms error of the output and |lse error|.
   struct HeadError {
     double rms = 0;
@@ -66,9 +85,8 @@ class RowChecker {
   const RowInputs& inputs_;
   std::vector<int64_t> layers_;
   int64_t topk_;
-  std::vector<float> cos_sin_;
-  IndexQuantize quantize_keys_;
-  IndexQuantize quantize_query_;
+  IndexCodec reference_;
+  IndexCodec run_;
 };
 
 /// Adds verdicts to a summary. `rows` is parallel to `verdicts`.

@@ -259,9 +259,11 @@ ReplayResult ReplayRun::run() {
     std::optional<LaunchFault> fault;
     if (injection_.launch > 0) fault.emplace(injection_.launch);
     run_steps(&scheduler, &engine);
-    if (fault && fault->fired()) {
+    if (fault) {
       result_.notes.push_back("inject " + options_.inject +
-                              ": the launch failed and another implementation took its place");
+                              (fault->fired()
+                                   ? ": the launch failed and another implementation took its place"
+                                   : ": the run made fewer launches"));
     }
   }
   check_samples(&engine);
@@ -316,7 +318,7 @@ void ReplayRun::check_samples(Engine* engine) {
   if (samples.empty()) return;
   const Clock::time_point start = Clock::now();
   const ThreadScope threads(options_.device.num_threads);
-  const RowChecker checker(inputs_, layers_, result_.topk);
+  const RowChecker checker(inputs_, layers_, result_.topk, options_.implementation);
   const std::vector<CheckVerdict> verdicts = checker.check(samples);
   for (const CheckSample& sample : samples) checked_rows_.push_back(sample.row);
   verdicts_.insert(verdicts_.end(), verdicts.begin(), verdicts.end());

@@ -63,6 +63,7 @@ Json check_json(const CheckSummary& check) {
                        {"rows_prefill", check.rows_prefill},
                        {"rows_decode", check.rows_decode},
                        {"rows_selecting", check.rows_selecting},
+                       {"rows_requantised", check.rows_requantised},
                        {"requests", check.requests},
                        {"mismatches", check.mismatches},
                        {"worst", number(check.worst)},

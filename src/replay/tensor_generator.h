@@ -41,7 +41,7 @@ void generate_noise(const TensorStream& stream, std::span<float> values);
 
 /// values[i] = bf16(noise(first_channel + i) + factor * base[i % base.size()]), the sum in fp32.
 /// `factor` is a power of two, so that the product is exact; first_channel is even; base is a
-/// multiple of 16 long and divides values.
+/// multiple of 32 long and divides values.
 struct NoiseAround {
   std::span<const bf16_t> base;
   float factor = 0;

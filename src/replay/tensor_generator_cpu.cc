@@ -58,50 +58,80 @@ HWY_INLINE V64 multiply_low(V64 a, V64 b) {
   return hn::MulEven(hn::BitCast(d32, a), hn::BitCast(d32, b));
 }
 
-// Philox4x32-10 for Lanes(U64()) counters that differ in word 0: word w of the counter of lane l is
-// the low half of lane l of c[w]; the high halves hold rubbish that no operation looks at.
-HWY_INLINE void philox(const TensorStream& stream, V64 c[4]) {
+// What all vectors of a stream share: the round keys and the words of the counter above word 0.
+struct PhiloxStream {
+  explicit PhiloxStream(const TensorStream& stream)
+      : word1(static_cast<uint32_t>(stream.layer * 256 + static_cast<int64_t>(stream.tensor))),
+        token_id(stream.token_id) {
+    auto low = static_cast<uint32_t>(stream.seed);
+    auto high = static_cast<uint32_t>(stream.seed >> 32);
+    for (int round = 0; round < kRounds; ++round) {
+      key_low[round] = low;
+      key_high[round] = high;
+      low += 0x9E3779B9u;
+      high += 0xBB67AE85u;
+    }
+  }
+
+  static constexpr int kRounds = 10;
+  uint64_t word1;
+  uint64_t token_id;
+  uint64_t key_low[kRounds];
+  uint64_t key_high[kRounds];
+};
+
+// Philox4x32-10 for kBlocks vectors of counters that differ in word 0: word w of lane l of block b
+// is the low half of lane l of c[b][w]; the high halves hold rubbish that no operation looks at.
+// Two blocks share the keys and hide the latency of the multiplications (two a round, in a chain
+// of ten).
+template <int kBlocks>
+HWY_INLINE void philox(const PhiloxStream& stream, V64 (&c)[kBlocks][4]) {
   const U64 d;
   const V64 m0 = hn::Set(d, 0xD2511F53u);
   const V64 m1 = hn::Set(d, 0xCD9E8D57u);
-  auto key0 = static_cast<uint32_t>(stream.seed);
-  auto key1 = static_cast<uint32_t>(stream.seed >> 32);
-  for (int round = 0; round < 10; ++round) {
-    const V64 product0 = multiply_low(c[0], m0);
-    const V64 product1 = multiply_low(c[2], m1);
-    c[0] = hn::Xor(hn::ShiftRight<32>(product1), hn::Xor(c[1], hn::Set(d, key0)));
-    c[2] = hn::Xor(hn::ShiftRight<32>(product0), hn::Xor(c[3], hn::Set(d, key1)));
-    c[1] = product1;
-    c[3] = product0;
-    key0 += 0x9E3779B9u;
-    key1 += 0xBB67AE85u;
+  for (int round = 0; round < PhiloxStream::kRounds; ++round) {
+    const V64 key_low = hn::Set(d, stream.key_low[round]);
+    const V64 key_high = hn::Set(d, stream.key_high[round]);
+    for (int b = 0; b < kBlocks; ++b) {
+      const V64 product0 = multiply_low(c[b][0], m0);
+      const V64 product1 = multiply_low(c[b][2], m1);
+      c[b][0] = hn::Xor(hn::ShiftRight<32>(product1), hn::Xor(c[b][1], key_low));
+      c[b][2] = hn::Xor(hn::ShiftRight<32>(product0), hn::Xor(c[b][3], key_high));
+      c[b][1] = product1;
+      c[b][3] = product0;
+    }
   }
 }
 
-// The sum of the four 16-bit halves of the low 32 bits of a and b.
-HWY_INLINE V64 sum_halves(V64 a, V64 b) {
+// kBlocks * Lanes(F32()) consecutive values of a stream, already bf16 values, from channel
+// 2 * first_pair.
+template <int kBlocks>
+HWY_INLINE void noise_vectors(const PhiloxStream& stream, uint64_t first_pair,
+                              hn::Vec<F32> (&values)[kBlocks]) {
   const U64 d;
-  const V64 mask = hn::Set(d, 0xFFFFu);
-  return hn::Add(hn::Add(hn::And(a, mask), hn::And(hn::ShiftRight<16>(a), mask)),
-                 hn::Add(hn::And(b, mask), hn::And(hn::ShiftRight<16>(b), mask)));
-}
-
-// Lanes(F32()) consecutive values of a stream, already bf16 values, from channel 2 * first_pair.
-HWY_INLINE hn::Vec<F32> noise_vector(const TensorStream& stream, uint64_t first_pair) {
-  const U64 d;
-  V64 c[4] = {
-      hn::Iota(d, first_pair),
-      hn::Set(d, static_cast<uint32_t>(stream.layer * 256 + static_cast<int64_t>(stream.tensor))),
-      hn::Set(d, stream.token_id), hn::Set(d, stream.token_id >> 32)};
-  philox(stream, c);
-  const V64 even = sum_halves(c[0], c[1]);
-  const V64 odd = sum_halves(c[2], c[3]);
-  // In a little-endian lane the low half comes first: channels 2i, 2i+1.
   const F32 df;
   const hn::RebindToSigned<F32> di;
-  const auto sums = hn::BitCast(di, hn::Or(even, hn::ShiftLeft<32>(odd)));
-  const auto centred = hn::Sub(sums, hn::Set(di, 131070));
-  return round_to_bf16(df, hn::Mul(hn::ConvertTo(df, centred), hn::Set(df, 0x1p-16f)));
+  const hn::Repartition<uint32_t, U64> d32;
+  V64 c[kBlocks][4];
+  for (int b = 0; b < kBlocks; ++b) {
+    c[b][0] = hn::Iota(d, first_pair + static_cast<uint64_t>(b) * hn::Lanes(d));
+    c[b][1] = hn::Set(d, stream.word1);
+    c[b][2] = hn::Set(d, stream.token_id);
+    c[b][3] = hn::Set(d, stream.token_id >> 32);
+  }
+  philox(stream, c);
+  const auto low_half = hn::Set(d32, 0xFFFFu);
+  for (int b = 0; b < kBlocks; ++b) {
+    // Words 0 and 1 belong to the even channel, which comes first in a little-endian lane.
+    const auto word02 =
+        hn::OddEven(hn::BitCast(d32, hn::ShiftLeft<32>(c[b][2])), hn::BitCast(d32, c[b][0]));
+    const auto word13 =
+        hn::OddEven(hn::BitCast(d32, hn::ShiftLeft<32>(c[b][3])), hn::BitCast(d32, c[b][1]));
+    const auto sums = hn::Add(hn::Add(hn::And(word02, low_half), hn::ShiftRight<16>(word02)),
+                              hn::Add(hn::And(word13, low_half), hn::ShiftRight<16>(word13)));
+    const auto centred = hn::Sub(hn::BitCast(di, sums), hn::Set(di, 131070));
+    values[b] = round_to_bf16(df, hn::Mul(hn::ConvertTo(df, centred), hn::Set(df, 0x1p-16f)));
+  }
 }
 
 HWY_INLINE void store_values(F32 d, hn::Vec<F32> value, bf16_t* to) { store_bf16(d, value, to); }
@@ -111,28 +141,38 @@ template <class T>
 void noise(const TensorStream& stream, std::span<T> values) {
   const F32 d;
   const size_t lanes = hn::Lanes(d);
+  const PhiloxStream shared(stream);
+  hn::Vec<F32> two[2], one[1];
   size_t c = 0;
-  for (; c + lanes <= values.size(); c += lanes) {
-    store_values(d, noise_vector(stream, c / 2), values.data() + c);
+  for (; c + 2 * lanes <= values.size(); c += 2 * lanes) {
+    noise_vectors(shared, c / 2, two);
+    store_values(d, two[0], values.data() + c);
+    store_values(d, two[1], values.data() + c + lanes);
   }
-  if (c < values.size()) {
+  for (; c < values.size(); c += lanes) {
     T rest[hn::MaxLanes(d)];
-    store_values(d, noise_vector(stream, c / 2), rest);
-    std::copy_n(rest, values.size() - c, values.data() + c);
+    noise_vectors(shared, c / 2, one);
+    store_values(d, one[0], rest);
+    std::copy_n(rest, std::min(lanes, values.size() - c), values.data() + c);
   }
 }
 
 void noise_around(const TensorStream& stream, const NoiseAround& around, std::span<bf16_t> values) {
   const F32 d;
   const size_t lanes = hn::Lanes(d);
+  const PhiloxStream shared(stream);
   const auto factor = hn::Set(d, around.factor);
   const auto first_pair = static_cast<uint64_t>(around.first_channel / 2);
   const size_t width = around.base.size();
+  hn::Vec<F32> two[2];
   for (size_t row = 0; row + width <= values.size(); row += width) {
-    for (size_t c = 0; c + lanes <= width; c += lanes) {
-      const auto value = hn::Add(noise_vector(stream, first_pair + (row + c) / 2),
-                                 hn::Mul(factor, load_bf16(d, around.base.data() + c)));
-      store_bf16(d, round_to_bf16(d, value), values.data() + row + c);
+    for (size_t c = 0; c + 2 * lanes <= width; c += 2 * lanes) {
+      noise_vectors(shared, first_pair + (row + c) / 2, two);
+      for (size_t b = 0; b < 2; ++b) {
+        const bf16_t* const base = around.base.data() + c + b * lanes;
+        const auto value = hn::Add(two[b], hn::Mul(factor, load_bf16(d, base)));
+        store_bf16(d, round_to_bf16(d, value), values.data() + row + c + b * lanes);
+      }
     }
   }
 }
@@ -165,8 +205,8 @@ void generate_noise(const TensorStream& stream, std::span<float> values) {
 
 void generate_noise_around(const TensorStream& stream, const NoiseAround& around,
                            std::span<bf16_t> values) {
-  // 16 is the widest vector: rows of whole vectors need no tail.
-  FOVEA_DCHECK(around.base.size() % 16 == 0 && values.size() % around.base.size() == 0);
+  // Two vectors of 16 are the widest step: rows of whole steps need no tail.
+  FOVEA_DCHECK(around.base.size() % 32 == 0 && values.size() % around.base.size() == 0);
   current_cpu_isa();
   HWY_DYNAMIC_DISPATCH(noise_around)(stream, around, values);
 }

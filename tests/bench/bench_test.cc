@@ -129,7 +129,7 @@ TEST(BenchFloor, IsTheSlowerOfArithmeticAndTheMatchingBandwidth) {
   EXPECT_DOUBLE_EQ(floor(1e9, 1e3, Traffic::kStream, true).milliseconds, 10);
   EXPECT_EQ(floor(1e9, 1e3, Traffic::kStream, true).limit, "fp32_fma");
   EXPECT_TRUE(floor(1e9, 1e3, Traffic::kStream, true).arithmetic);
-  // Half the L2 of two threads is 1 MiB, half the L3 16 MiB.
+  // 3/4 of the L2 of two threads are 1.5 MiB, of the L3 24 MiB.
   EXPECT_EQ(floor(0, 1e6, Traffic::kStream, false).limit, "l2_read");
   EXPECT_DOUBLE_EQ(floor(0, 1e6, Traffic::kStream, false).milliseconds, 0.005);
   EXPECT_EQ(floor(0, 1e7, Traffic::kGather656, false).limit, "l3_read");
@@ -160,7 +160,7 @@ TEST(BenchTargets, KeepTheRatioToTheFloorOfTheReferenceMachine) {
   // Memory: rows of 656 bytes at 33 GB/s there, 12 here.
   const Work rows{1e3, 1e6, 0, Traffic::kGather656};
   EXPECT_NEAR(scaled_target_ms({1.0}, rows, limits, cpu, CpuIsa::kAvx2, true), 33.0 / 12, 1e-9);
-  // Half L2: both sides by the L3 rate, 215 there and 100 here.
+  // In the L2: both sides by the L3 rate, 215 there and 100 here.
   const Work small{0, 1e5, 0, Traffic::kStream};
   EXPECT_NEAR(scaled_target_ms({1.0}, small, limits, cpu, CpuIsa::kAvx2, false), 2.15, 1e-9);
 }

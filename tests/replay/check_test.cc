@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
+#include <numeric>
 
 #include "fovea/index_logits.h"
 #include "fovea/numeric.h"
@@ -12,6 +14,7 @@
 #include "fovea/sparse_mla.h"
 #include "fovea/topk_select.h"
 #include "src/core/parallel.h"
+#include "src/replay/index_codes.h"
 #include "src/replay/tensor_generator.h"
 #include "tests/replay/tiny_model.h"
 #include "tests/support/memory.h"
@@ -257,6 +260,7 @@ TEST_F(CheckTest, SummaryCountsRowsAndKeepsTheWorst) {
   verdicts[0].worst_rms = 1e-3;
   verdicts[1].selecting = true;
   verdicts[1].selection_slack = 1e-7;
+  verdicts[1].requantised = true;
   verdicts[2].worst_lse = std::nan("");
   verdicts[2].failures.resize(2);
   CheckSummary summary;
@@ -265,12 +269,101 @@ TEST_F(CheckTest, SummaryCountsRowsAndKeepsTheWorst) {
   EXPECT_EQ(summary.rows_prefill, 1);
   EXPECT_EQ(summary.rows_decode, 2);
   EXPECT_EQ(summary.rows_selecting, 1);
+  EXPECT_EQ(summary.rows_requantised, 1);
   EXPECT_EQ(summary.requests, 2);
   EXPECT_EQ(summary.mismatches, 1);
   EXPECT_EQ(summary.failures.size(), 2u);
   EXPECT_EQ(summary.worst, 1e-3);
   EXPECT_TRUE(std::isnan(summary.worst_lse));
   EXPECT_EQ(summary.selection_slack, 1e-7);
+}
+
+TEST(IndexCodes, AgreeUpToARounding) {
+  std::vector<uint8_t> a(128);
+  for (size_t i = 0; i < a.size(); ++i) a[i] = static_cast<uint8_t>(i % 2 * 0x80 + 0x40 + i % 0x3E);
+  EXPECT_TRUE(same_up_to_rounding(a, 0.5f, a, 0.5f));
+  // Sixteen codes of 128 may be one step away; not more, and no large code two steps.
+  std::vector<uint8_t> b = a;
+  for (size_t i = 0; i < 16; ++i) ++b[7 * i];
+  EXPECT_TRUE(same_up_to_rounding(a, 0.5f, b, 0.5f));
+  ++b[127];
+  EXPECT_FALSE(same_up_to_rounding(a, 0.5f, b, 0.5f));
+  b = a;
+  b[60] = static_cast<uint8_t>(b[60] - 2);
+  EXPECT_FALSE(same_up_to_rounding(a, 0.5f, b, 0.5f));
+  // A value near zero may move by more than its own step.
+  a[5] = 0x10;
+  b = a;
+  b[5] = 0x13;
+  EXPECT_TRUE(same_up_to_rounding(a, 0.5f, b, 0.5f));
+  // A scale that follows the last bf16 bit of the largest channel is a rounding, twice it is not.
+  EXPECT_TRUE(same_up_to_rounding(a, 0.5f, a, 0.5f * (1 + 0x1p-8f)));
+  EXPECT_FALSE(same_up_to_rounding(a, 0.5f, a, 1.0f));
+  b = a;
+  b[3] = 0x7F;  // NaN
+  EXPECT_FALSE(same_up_to_rounding(a, 0.5f, b, 0.5f));
+  EXPECT_FALSE(same_up_to_rounding(b, 0.5f, a, 0.5f));
+}
+
+// The width of a selection by `logits` that is furthest from the selection by `other` logits.
+int64_t width_of_disagreement(const std::vector<double>& logits, const std::vector<double>& other) {
+  std::vector<size_t> order(logits.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::sort(order.begin(), order.end(), [&](size_t x, size_t y) { return logits[x] > logits[y]; });
+  std::vector<double> sorted = other;
+  std::sort(sorted.begin(), sorted.end(), std::greater<>());
+  double lowest = sorted.front(), furthest = 0;
+  int64_t width = 1;
+  for (size_t k = 1; k < order.size(); ++k) {
+    lowest = std::min(lowest, other[order[k - 1]]);
+    if (sorted[k - 1] - lowest > furthest) {
+      furthest = sorted[k - 1] - lowest;
+      width = static_cast<int64_t>(k);
+    }
+  }
+  return width;
+}
+
+// The best implementation rounds an index code of about one row in a hundred the other way than the
+// reference. A selection that follows its codes is right, even where the reference's order differs.
+TEST(RowChecker, ARoundingOfIndexCodesIsNoMismatch) {
+  Trace trace;
+  trace.requests = {{0, 1700, 1, {1, 2, 3, 4}}};
+  const ModelSpec model = find_model("deepseek-v3.2");
+  const Workload workload(trace, {});
+  const RowInputs inputs(model, workload, 1, 0);
+  const IndexCodec best(inputs, ""), reference(inputs, "ref");
+  int64_t position = 699;
+  while (++position < 1700 &&
+         best.query(0, 0, position).codes == reference.query(0, 0, position).codes) {
+  }
+  ASSERT_LT(position, 1700) << "a thousand rows are rounded as the reference rounds them";
+  const int64_t length = position + 1;
+  const std::vector<double> logits =
+      fp64_logits(best.query(0, 0, position), best.keys(0, 0, length), length);
+  const int64_t topk = width_of_disagreement(
+      logits, fp64_logits(reference.query(0, 0, position), reference.keys(0, 0, length), length));
+  CheckSample sample;
+  sample.row = {0, position, 0, false};
+  sample.positions.resize(static_cast<size_t>(length));
+  std::iota(sample.positions.begin(), sample.positions.end(), 0);
+  std::sort(sample.positions.begin(), sample.positions.end(), [&](int32_t x, int32_t y) {
+    return logits[static_cast<size_t>(x)] > logits[static_cast<size_t>(y)];
+  });
+  sample.positions.resize(static_cast<size_t>(topk));
+  std::sort(sample.positions.begin(), sample.positions.end());
+  sample.output.resize(512);
+  sample.lse.resize(1);
+  // Output and lse are empty and fail; the selection comes first.
+  const CheckVerdict by_reference =
+      RowChecker(inputs, {0}, topk, "ref").check(std::span(&sample, 1)).front();
+  ASSERT_EQ(by_reference.failures.front().kind, "selection");
+  EXPECT_FALSE(by_reference.requantised);
+  EXPECT_GT(by_reference.selection_slack, kSelectionTolerance);
+  const CheckVerdict verdict = RowChecker(inputs, {0}, topk).check(std::span(&sample, 1)).front();
+  EXPECT_EQ(verdict.failures.front().kind, "output");
+  EXPECT_TRUE(verdict.requantised);
+  EXPECT_LE(verdict.selection_slack, kSelectionTolerance);
 }
 
 }  // namespace

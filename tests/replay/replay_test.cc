@@ -207,6 +207,20 @@ TEST(Replay, AFailedLaunchIsReportedWithItsStep) {
   EXPECT_TRUE(run(small_options()).ok());
 }
 
+TEST(Replay, AFailedLaunchMayBeFollowedByAnotherImplementation) {
+  const ReplayResult result = run_with([](auto& o) {
+    o.inject = "launch:9";
+    o.deterministic = false;
+  });
+  EXPECT_TRUE(result.ok()) << failures_of(result);
+  EXPECT_EQ(result.completed, 12);
+  ASSERT_EQ(result.notes.size(), 1u);
+  EXPECT_THAT(result.notes[0], HasSubstr("another implementation took its place"));
+  const ReplayResult late = run_with([](auto& o) { o.inject = "launch:100000"; });
+  ASSERT_EQ(late.notes.size(), 1u);
+  EXPECT_THAT(late.notes[0], HasSubstr("made fewer launches"));
+}
+
 TEST(Replay, ARequestLargerThanTheCacheIsRejectedAndTheOthersComplete) {
   Trace trace = small_trace();
   trace.requests[4].input_length = 100 * 512;

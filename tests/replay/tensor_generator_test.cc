@@ -45,13 +45,13 @@ TEST_P(TensorGeneratorTest, VectorsEqualTheReferenceBitForBit) {
 
 TEST_P(TensorGeneratorTest, NoiseAroundAddsTheBaseInFp32) {
   const TensorStream stream = kStreams[1];
-  std::vector<bf16_t> base(48), values(144);
+  std::vector<bf16_t> base(64), values(192);
   generate_noise(kStreams[2], std::span<bf16_t>(base));
-  std::vector<float> noise(144);
+  std::vector<float> noise(192);
   generate_noise_ref(stream, 192, noise);
   generate_noise_around(stream, {base, 0.5f, 192}, values);
   for (size_t i = 0; i < values.size(); ++i) {
-    EXPECT_EQ(values[i], bf16_from_float(noise[i] + 0.5f * bf16_to_float(base[i % 48])));
+    EXPECT_EQ(values[i], bf16_from_float(noise[i] + 0.5f * bf16_to_float(base[i % 64])));
   }
 }
 
