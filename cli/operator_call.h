@@ -18,7 +18,7 @@
 namespace fovea::cli {
 
 /// Maps tensors and parameters by name to the structs of an operator, so that a binding reads like
-/// its row of docs/operators.md:
+/// its row of docs/run.md:
 ///
 ///   tensors.lse_parts = call.in("lse_parts", "f32 [P, T, H]");
 ///   tensors.sink = call.opt("sink", "f32 [H]");
