@@ -29,6 +29,8 @@ namespace {
 // constant, so that the keys of a register tile are reached by displacements from one register.
 constexpr int64_t kKeyStride = 576 + 16;
 constexpr int64_t kValueHeads = 4;
+// Channels of a logits loop between two steps of the prefetcher, some 200 cycles.
+constexpr int64_t kStepChannels = 32;
 
 using Full = hn::CappedTag<float, 16>;
 using Half = hn::CappedTag<float, 8>;  // for the last 8 heads
@@ -95,7 +97,7 @@ HWY_INLINE void decode_row(RowFormat format, const uint8_t* row, int64_t head_di
 // are added one by one in their order, whatever the tile.
 template <int kKeys, int kVectors, class D>
 HWY_INLINE void dot_tile(D d, const float* HWY_RESTRICT query, const float* HWY_RESTRICT keys,
-                         int64_t head_dim_qk, float* HWY_RESTRICT logits) {
+                         int64_t head_dim_qk, Prefetcher& prefetcher, float* HWY_RESTRICT logits) {
   using V = hn::Vec<D>;
   const auto lanes = static_cast<int64_t>(hn::Lanes(d));
   const int64_t width = kVectors * lanes;
@@ -105,16 +107,19 @@ HWY_INLINE void dot_tile(D d, const float* HWY_RESTRICT query, const float* HWY_
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) sum[k][v] = hn::Zero(d);
   }
+  for (int64_t begin = 0; begin < head_dim_qk; begin += kStepChannels) {
+    prefetcher.step();
 #pragma GCC unroll 2
-  for (int64_t i = 0; i < head_dim_qk; ++i) {
-    V q[kVectors];
+    for (int64_t i = begin; i < begin + kStepChannels; ++i) {
+      V q[kVectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) q[v] = hn::Load(d, query + i * width + v * lanes);
+      for (int v = 0; v < kVectors; ++v) q[v] = hn::Load(d, query + i * width + v * lanes);
 #pragma GCC unroll 16
-    for (int k = 0; k < kKeys; ++k) {
-      const V key = hn::Set(d, keys[k * kKeyStride + i]);
+      for (int k = 0; k < kKeys; ++k) {
+        const V key = hn::Set(d, keys[k * kKeyStride + i]);
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) sum[k][v] = hn::MulAdd(key, q[v], sum[k][v]);
+        for (int v = 0; v < kVectors; ++v) sum[k][v] = hn::MulAdd(key, q[v], sum[k][v]);
+      }
     }
   }
 #pragma GCC unroll 16
@@ -132,15 +137,16 @@ HWY_NOINLINE void panel_logits(D d, const float* query, const float* keys, int64
   const int64_t width = kVectors * static_cast<int64_t>(hn::Lanes(d));
   int64_t k = 0;
   for (; k + kKeys <= num_keys; k += kKeys) {
-    prefetcher.step();
-    dot_tile<kKeys, kVectors>(d, query, keys + k * kKeyStride, head_dim_qk, logits + k * width);
+    dot_tile<kKeys, kVectors>(d, query, keys + k * kKeyStride, head_dim_qk, prefetcher,
+                              logits + k * width);
   }
   for (; k + 4 <= num_keys; k += 4) {
-    prefetcher.step();
-    dot_tile<4, kVectors>(d, query, keys + k * kKeyStride, head_dim_qk, logits + k * width);
+    dot_tile<4, kVectors>(d, query, keys + k * kKeyStride, head_dim_qk, prefetcher,
+                          logits + k * width);
   }
   for (; k < num_keys; ++k)
-    dot_tile<1, kVectors>(d, query, keys + k * kKeyStride, head_dim_qk, logits + k * width);
+    dot_tile<1, kVectors>(d, query, keys + k * kKeyStride, head_dim_qk, prefetcher,
+                          logits + k * width);
 }
 
 // Stores the weights of a vector of heads for one key: groups of 4 heads are kTileKeys * 4 apart.
@@ -244,15 +250,17 @@ HWY_INLINE void value_tile(D d, const float* HWY_RESTRICT values, const float* H
 // One panel of kVectors vectors of channels, all heads.
 template <int kVectors, class D>
 HWY_NOINLINE void value_panel(D d, const GroupShape& shape, const float* values, int64_t num_keys,
-                              bool first, const SparseMlaScratch& scratch, float* out) {
+                              bool first, const SparseMlaScratch& scratch, Prefetcher& prefetcher,
+                              float* out) {
   for (int64_t head = 0; head < shape.num_heads; head += kValueHeads) {
+    prefetcher.step();
     value_tile<kVectors>(d, values, scratch.weights + head / 4 * kTileKeys * 4, num_keys, first,
                          scratch.alpha + head, out + head * kLatentDim);
   }
 }
 
 void add_values(const GroupShape& shape, int64_t num_keys, bool first,
-                const SparseMlaScratch& scratch, const HeadState& state) {
+                const SparseMlaScratch& scratch, Prefetcher& prefetcher, const HeadState& state) {
   const Full d;
   const auto lanes = static_cast<int64_t>(hn::Lanes(d));
   const auto* values = static_cast<const float*>(scratch.tile);
@@ -262,9 +270,10 @@ void add_values(const GroupShape& shape, int64_t num_keys, bool first,
   const int64_t main_end = kLatentDim - (kVectors == 3 ? 4 * lanes : 0);
   int64_t d0 = 0;
   for (; d0 < main_end; d0 += kVectors * lanes)
-    value_panel<kVectors>(d, shape, values + d0, num_keys, first, scratch, state.out + d0);
+    value_panel<kVectors>(d, shape, values + d0, num_keys, first, scratch, prefetcher,
+                          state.out + d0);
   for (; d0 < kLatentDim; d0 += 2 * lanes)
-    value_panel<2>(d, shape, values + d0, num_keys, first, scratch, state.out + d0);
+    value_panel<2>(d, shape, values + d0, num_keys, first, scratch, prefetcher, state.out + d0);
 }
 
 void softmax(const GroupShape& shape, int64_t head, int64_t width, int64_t num_keys, bool first,
@@ -283,7 +292,11 @@ void attend_tile(const SparseMlaKernel&, const GroupShape& shape, const KeyTile&
     decode_row(k < tile.num_primary ? shape.row_format : shape.extra_row_format, tile.rows[k],
                shape.head_dim_qk, keys + k * kKeyStride);
   }
-  Prefetcher prefetcher(shape, upcoming, std::max(1, tile.num_keys / 16));
+  // Steps of the logits (panels of 16 heads meet about 6 keys at a time), then of the values.
+  const int64_t num_steps = (shape.padded_heads + 15) / 16 * (tile.num_keys / 6 + 1) *
+                                (shape.head_dim_qk / kStepChannels) +
+                            shape.padded_heads / kValueHeads * (kLatentDim / (4 * lanes_of(16)));
+  Prefetcher prefetcher(shape, upcoming, num_steps);
   for (int64_t head = 0; head < shape.padded_heads;) {
     const int64_t width = panel_width(head, shape.padded_heads);
     const float* query = static_cast<const float*>(scratch.query) + head * shape.head_dim_qk;
@@ -300,7 +313,8 @@ void attend_tile(const SparseMlaKernel&, const GroupShape& shape, const KeyTile&
     softmax(shape, head, width, tile.num_keys, first, scratch, state);
     head += width;
   }
-  add_values(shape, tile.num_keys, first, scratch, state);
+  add_values(shape, tile.num_keys, first, scratch, prefetcher, state);
+  prefetcher.finish();
 }
 
 void unpack_row(RowFormat format, const uint8_t* row, int64_t head_dim_qk, bf16_t* out) {

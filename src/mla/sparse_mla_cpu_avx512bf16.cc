@@ -36,6 +36,8 @@ constexpr int64_t kPairs = kTileKeys / 2;
 constexpr int64_t kFullPanel = 32;
 constexpr int64_t kValueHeads = 4;
 constexpr int64_t kValueVectors = 4;
+// Words of a logits loop between two steps of the prefetcher, 200 to 300 cycles.
+constexpr int64_t kStepWords = 16;
 
 struct Tile {
   uint32_t* keys;
@@ -126,7 +128,7 @@ struct Lanes8 {
 template <class Lanes, int kKeys, int kVectors>
 FOVEA_AVX512_BF16_INLINE void dot_tile(const uint32_t* __restrict query,
                                        const uint32_t* __restrict keys, int64_t words,
-                                       float* __restrict logits) {
+                                       Prefetcher& prefetcher, float* __restrict logits) {
   constexpr int64_t kWidth = kVectors * Lanes::kLanes;
   typename Lanes::Sums sum[kKeys][kVectors];
 #pragma GCC unroll 16
@@ -134,15 +136,19 @@ FOVEA_AVX512_BF16_INLINE void dot_tile(const uint32_t* __restrict query,
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) sum[k][v] = Lanes::zero();
   }
-  for (int64_t i = 0; i < words; ++i) {
-    decltype(Lanes::pairs(query)) q[kVectors];
+  for (int64_t begin = 0; begin < words; begin += kStepWords) {
+    prefetcher.step();
+    for (int64_t i = begin; i < begin + kStepWords; ++i) {
+      decltype(Lanes::pairs(query)) q[kVectors];
 #pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) q[v] = Lanes::pairs(query + i * kWidth + v * Lanes::kLanes);
+      for (int v = 0; v < kVectors; ++v)
+        q[v] = Lanes::pairs(query + i * kWidth + v * Lanes::kLanes);
 #pragma GCC unroll 16
-    for (int k = 0; k < kKeys; ++k) {
-      const auto key = Lanes::broadcast(keys[k * kKeyStride + i]);
+      for (int k = 0; k < kKeys; ++k) {
+        const auto key = Lanes::broadcast(keys[k * kKeyStride + i]);
 #pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) sum[k][v] = Lanes::add_dot(sum[k][v], q[v], key);
+        for (int v = 0; v < kVectors; ++v) sum[k][v] = Lanes::add_dot(sum[k][v], q[v], key);
+      }
     }
   }
 #pragma GCC unroll 16
@@ -161,15 +167,16 @@ FOVEA_AVX512_BF16 void panel_logits(const uint32_t* query, const uint32_t* keys,
   constexpr int64_t kWidth = kVectors * Lanes::kLanes;
   int64_t k = 0;
   for (; k + kKeys <= num_keys; k += kKeys) {
-    prefetcher.step();
-    dot_tile<Lanes, kKeys, kVectors>(query, keys + k * kKeyStride, words, logits + k * kWidth);
+    dot_tile<Lanes, kKeys, kVectors>(query, keys + k * kKeyStride, words, prefetcher,
+                                     logits + k * kWidth);
   }
   for (; k + 4 <= num_keys; k += 4) {
-    prefetcher.step();
-    dot_tile<Lanes, 4, kVectors>(query, keys + k * kKeyStride, words, logits + k * kWidth);
+    dot_tile<Lanes, 4, kVectors>(query, keys + k * kKeyStride, words, prefetcher,
+                                 logits + k * kWidth);
   }
   for (; k < num_keys; ++k)
-    dot_tile<Lanes, 1, kVectors>(query, keys + k * kKeyStride, words, logits + k * kWidth);
+    dot_tile<Lanes, 1, kVectors>(query, keys + k * kKeyStride, words, prefetcher,
+                                 logits + k * kWidth);
 }
 
 // values[pair, d] = (v[2 pair][d], v[2 pair + 1][d]); the missing partner of an odd last key is 0.
@@ -252,10 +259,12 @@ FOVEA_AVX512_BF16_INLINE void value_tile(const uint32_t* __restrict values,
 }
 
 FOVEA_AVX512_BF16 void add_values(const GroupShape& shape, const Tile& tile, int64_t num_keys,
-                                  bool first, const float* alpha, float* out) {
+                                  bool first, const float* alpha, Prefetcher& prefetcher,
+                                  float* out) {
   const int64_t num_pairs = (num_keys + 1) / 2;
   for (int64_t d = 0; d < kLatentDim; d += 16 * kValueVectors) {
     for (int64_t head = 0; head < shape.num_heads; head += kValueHeads) {
+      prefetcher.step();
       value_tile(tile.values + d, tile.weights + head * kPairs, num_pairs, first, alpha + head,
                  out + head * kLatentDim + d);
     }
@@ -272,7 +281,12 @@ void attend_tile(const SparseMlaKernel& kernel, const GroupShape& shape, const K
                       reinterpret_cast<bf16_t*>(buffers.keys + k * kKeyStride));
   }
   interleave_values(buffers.keys, tile.num_keys, buffers.values);
-  Prefetcher prefetcher(shape, upcoming, std::max(1, tile.num_keys / 16));
+  // Steps of the logits (a panel meets 8 keys at a time, the last and narrow ones 16), then of the
+  // values.
+  const int64_t num_steps = (shape.padded_heads + 31) / 32 * (tile.num_keys / 16 + 1) *
+                                (shape.head_dim_qk / 2 / kStepWords) +
+                            shape.padded_heads / kValueHeads * (kLatentDim / (16 * kValueVectors));
+  Prefetcher prefetcher(shape, upcoming, num_steps);
   for (int64_t head = 0; head < shape.padded_heads;) {
     const int64_t width = panel_width(head, shape.padded_heads);
     const auto* query =
@@ -291,7 +305,8 @@ void attend_tile(const SparseMlaKernel& kernel, const GroupShape& shape, const K
     head += width;
   }
   pair_weights(scratch.weights, shape.num_heads, tile.num_keys, buffers.weights);
-  add_values(shape, buffers, tile.num_keys, first, scratch.alpha, state.out);
+  add_values(shape, buffers, tile.num_keys, first, scratch.alpha, prefetcher, state.out);
+  prefetcher.finish();
 }
 
 SparseMlaKernel avx512bf16_kernel() {

@@ -201,7 +201,7 @@ class Run {
   // Nobody has asked for the rows of a task's first tile yet, unless the worker guessed right.
   void fetch_first_tile(const GroupShape& shape, TileReader reader) const {
     KeyTile tile;
-    if (reader.next(&tile)) Prefetcher(shape, tile, 1).step();
+    if (reader.next(&tile)) Prefetcher(shape, tile, 1).finish();
   }
 
   void attend_whole(int64_t t, int64_t group, SparseMlaScratch& scratch) const {

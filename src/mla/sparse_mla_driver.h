@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -97,36 +98,55 @@ struct SparseMlaKernel {
 /// The kernel of the best instruction set that Highway dispatches to.
 SparseMlaKernel sparse_mla_cpu_kernel();
 
-/// Fetches the rows of the next tile while this one is computed: a share of them at each step, so
-/// that the requests do not fill the miss buffers at once.
+/// Asks for the rows of the next tile while this one is computed, cache line by cache line: a core
+/// has a few dozen miss buffers, and a burst that fills them stops the arithmetic too. A kernel
+/// calls step() every few hundred cycles.
 class Prefetcher {
  public:
+  /// The lines are spread over `num_steps` steps.
   Prefetcher(const GroupShape& shape, const KeyTile& upcoming, int64_t num_steps)
       : upcoming_(upcoming),
         primary_bytes_(sparse_mla_row_bytes(shape.row_format, shape.head_dim_qk)),
-        extra_bytes_(sparse_mla_row_bytes(shape.extra_row_format, shape.head_dim_qk)),
-        num_steps_(num_steps) {}
+        extra_bytes_(sparse_mla_row_bytes(shape.extra_row_format, shape.head_dim_qk)) {
+    const int64_t num_extra = upcoming.num_keys - upcoming.num_primary;
+    const int64_t num_lines = upcoming.num_primary * (primary_bytes_ / kLineBytes + 1) +
+                              num_extra * (extra_bytes_ / kLineBytes + 1);
+    lines_per_step_ = (num_lines + num_steps - 1) / std::max<int64_t>(1, num_steps);
+  }
 
-  void step() {
-    if (step_ >= num_steps_) return;
-    ++step_;
-    const int64_t end = upcoming_.num_keys * step_ / num_steps_;
-    for (; key_ < end; ++key_) {
-      const int64_t row_bytes = key_ < upcoming_.num_primary ? primary_bytes_ : extra_bytes_;
-      // Into the second-level cache: a tile is larger than the first.
-      for (int64_t offset = 0; offset < row_bytes; offset += 64)
-        __builtin_prefetch(upcoming_.rows[key_] + offset, 0, 2);
-      __builtin_prefetch(upcoming_.rows[key_] + row_bytes - 1, 0, 2);
-    }
+  [[gnu::always_inline]] inline void step() {
+    for (int64_t i = 0; i < lines_per_step_; ++i) line();
+  }
+
+  /// Asks for what is left.
+  void finish() {
+    while (cursor_ < end_ || next_key_ < upcoming_.num_keys) line();
   }
 
  private:
+  static constexpr int64_t kLineBytes = 64;
+
+  [[gnu::always_inline]] inline void line() {
+    if (cursor_ >= end_) {
+      if (next_key_ >= upcoming_.num_keys) return;
+      const auto row = reinterpret_cast<uintptr_t>(upcoming_.rows[next_key_]);
+      cursor_ = row / kLineBytes * kLineBytes;
+      end_ = row + static_cast<uintptr_t>(next_key_ < upcoming_.num_primary ? primary_bytes_
+                                                                            : extra_bytes_);
+      ++next_key_;
+    }
+    // Into the second-level cache: a tile is larger than the first.
+    __builtin_prefetch(reinterpret_cast<const void*>(cursor_), 0, 2);
+    cursor_ += kLineBytes;
+  }
+
   const KeyTile& upcoming_;
   int64_t primary_bytes_;
   int64_t extra_bytes_;
-  int64_t num_steps_;
-  int64_t step_ = 0;
-  int64_t key_ = 0;
+  int64_t lines_per_step_ = 0;
+  int next_key_ = 0;
+  uintptr_t cursor_ = 0;
+  uintptr_t end_ = 0;
 };
 
 size_t sparse_mla_workspace(const SparseMlaKernel& kernel, const SparseMlaProblem& problem,
