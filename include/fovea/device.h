@@ -45,7 +45,8 @@ struct Workspace {
 };
 
 /// Host memory for workspaces and pools: 64-byte aligned, uninitialised, grown on request and never
-/// shrunk.
+/// shrunk. From 8 MiB on it asks the system for huge pages, which rows gathered from a pool need to
+/// arrive fast.
 class FOVEA_API HostBuffer {
  public:
   HostBuffer() = default;
