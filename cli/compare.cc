@@ -37,7 +37,7 @@ std::string position(const ConstTensorView& tensor, int64_t flat) {
   std::string text;
   for (int axis = tensor.rank - 1; axis >= 0; --axis) {
     const int64_t extent = tensor.shape[static_cast<size_t>(axis)];
-    text = std::to_string(flat % extent) + (text.empty() ? "" : ", ") + text;
+    text.insert(0, fmt::format("{}{}", flat % extent, text.empty() ? "" : ", "));
     flat /= extent;
   }
   return "[" + text + "]";

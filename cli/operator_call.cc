@@ -1,5 +1,6 @@
 #include "cli/operator_call.h"
 
+#include <fmt/format.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -239,7 +240,8 @@ std::optional<size_t> OperatorCall::find_word(const std::string& name,
 void OperatorCall::unused(std::initializer_list<std::string> tensors, const std::string& why) {
   for (const std::string& name : tensors) {
     const bool is_new = known_tensors_.insert(name).second;
-    if (is_new && has(name)) notes_.push_back(op_ + ": the tensor " + name + " is not used " + why);
+    if (!is_new || !has(name)) continue;
+    notes_.push_back(fmt::format("{}: the tensor {} is not used {}", op_, name, why));
   }
 }
 

@@ -86,7 +86,9 @@ void compare_outputs(const VerifyOperator& op, const std::string& label, const T
     const Comparison result =
         compare(actual.find(name), expected.find(name), tolerance_of(op, name));
     row->worst_rms = std::max(row->worst_rms, result.rms);
-    if (!result.equal) row->mismatches.push_back(label + ": " + name + " " + result.detail);
+    if (!result.equal) {
+      row->mismatches.push_back(fmt::format("{}: {} {}", label, name, result.detail));
+    }
   }
 }
 
@@ -179,6 +181,7 @@ std::vector<Row> verify_operator(const VerifyOperator& op, const VerifyOptions& 
                                  const std::string& golden_folder, CpuIsa best) {
   const std::vector<VerifyCase> cases = op.make_cases(static_cast<uint64_t>(options.seed));
   std::vector<TensorMap> references;
+  references.reserve(cases.size());
   for (const VerifyCase& verify_case : cases) {
     references.push_back(run_case(op, verify_case, "ref", 1));
   }

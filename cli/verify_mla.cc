@@ -121,9 +121,10 @@ std::vector<VerifyCase> make_sparse_cases(uint64_t seed) {
   return cases;
 }
 
-VerifyCase make_mha_case(const std::string& name, int64_t heads, std::vector<int32_t> q_indptr,
-                         std::vector<int32_t> kv_indptr, int64_t rows, int64_t keys, bool causal,
-                         uint64_t seed) {
+VerifyCase make_mha_case(const std::string& name, int64_t heads,
+                         const std::vector<int32_t>& q_indptr,
+                         const std::vector<int32_t>& kv_indptr, int64_t rows, int64_t keys,
+                         bool causal, uint64_t seed) {
   CaseBuilder builder(name, seed);
   builder.normals("q", DType::kBf16, {rows, heads, 192})
       .normals("k", DType::kBf16, {keys, heads, 192})

@@ -32,8 +32,8 @@ class FOVEA_API Json {
   Json() = default;                    ///< null
   Json(bool value) : value_(value) {}  // NOLINT: literals read as themselves, here and below
   template <std::integral Integer>
-  requires(!std::same_as<Integer, bool>) Json(Integer value)
-      : value_(checked_integer(value)) {}  // NOLINT
+  requires(!std::same_as<Integer, bool>) Json(Integer value)  // NOLINT
+      : value_(checked_integer(value)) {}
   /// Throws Error(kInvalidArgument) for NaN and infinities.
   Json(double value);                                           // NOLINT
   Json(std::string value) : value_(std::move(value)) {}         // NOLINT
