@@ -246,6 +246,7 @@ std::vector<CheckVerdict> RowChecker::check(std::span<const CheckSample> samples
     by_request[{samples[i].row.request, samples[i].row.layer}].push_back(i);
   }
   std::vector<std::vector<size_t>> groups;
+  groups.reserve(by_request.size());
   for (auto& [key, members] : by_request) groups.push_back(std::move(members));
   std::vector<CheckVerdict> verdicts(samples.size());
   ParallelFor(static_cast<int64_t>(groups.size()), 1, [&](int64_t begin, int64_t end, int) {

@@ -14,7 +14,9 @@ struct Candidate {
   uint64_t key = 0;  // the smallest keys win
   CheckRow row;
 
-  friend auto operator<=>(const Candidate&, const Candidate&) = default;
+  friend bool operator<(const Candidate& a, const Candidate& b) {
+    return std::tie(a.key, a.row) < std::tie(b.key, b.row);
+  }
 };
 
 // The `capacity` candidates with the smallest keys.
@@ -84,6 +86,7 @@ class Sampler {
       }
     }
     std::vector<CheckRow> rows;
+    rows.reserve(chosen.size());
     for (const Candidate& candidate : chosen) rows.push_back(candidate.row);
     std::sort(rows.begin(), rows.end());
     return rows;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <tuple>
 #include <vector>
 
 #include "src/replay/row_inputs.h"
@@ -16,7 +17,9 @@ struct CheckRow {
   int64_t layer = 0;  ///< Index into the simulated layers.
   bool decode = false;
 
-  friend auto operator<=>(const CheckRow&, const CheckRow&) = default;
+  friend bool operator<(const CheckRow& a, const CheckRow& b) {
+    return std::tie(a.request, a.position, a.layer) < std::tie(b.request, b.position, b.layer);
+  }
 };
 
 /// In step `step`, page `page` of `request` is read from a wrong place (`inject = page`).
