@@ -59,7 +59,7 @@ class PackRowsCase : public OperatorCase<PackRows, Pool> {
   Pool make_outputs() const override { return {make_pool(problem_)}; }
   PackRowsTensors tensors(Pool* outputs) override { return {src_, slots_, outputs->pool}; }
   std::string difference(const PackRowsTensors& actual, const PackRowsTensors& reference) override {
-    return compare("pool", actual.pool, reference.pool, kExact);
+    return difference_text("pool", actual.pool, reference.pool, kExact);
   }
 
   OwnedTensor src_, slots_;
@@ -93,7 +93,7 @@ class UnpackRowsCase : public OperatorCase<UnpackRows, Rows> {
   UnpackRowsTensors tensors(Rows* outputs) override { return {pool_, slots_, outputs->out}; }
   std::string difference(const UnpackRowsTensors& actual,
                          const UnpackRowsTensors& reference) override {
-    return compare("out", actual.out, reference.out, kExact);
+    return difference_text("out", actual.out, reference.out, kExact);
   }
 
   OwnedTensor pool_, slots_;
@@ -175,7 +175,7 @@ class MetadataCase : public OperatorCase<MetadataRefresh, Fields> {
     const MetadataFields& r = reference.steps[0];
     std::string wrong;
     const auto check = [&](const char* name, const TensorView& of_a, const TensorView& of_r) {
-      if (wrong.empty() && of_r.defined()) wrong = compare(name, of_a, of_r, kExact);
+      if (wrong.empty() && of_r.defined()) wrong = difference_text(name, of_a, of_r, kExact);
     };
     check("kv_len", a.kv_len, r.kv_len);
     check("kv_indptr", a.kv_indptr, r.kv_indptr);

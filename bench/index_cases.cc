@@ -142,7 +142,7 @@ class IndexLogitsCase : public OperatorCase<IndexLogits, Logits> {
     float largest = 0;
     const auto* logits = static_cast<const float*>(reference.logits.data);
     for (int64_t j = 0; j < inputs_.keys; ++j) largest = std::max(largest, std::fabs(logits[j]));
-    return compare("logits", actual.logits, reference.logits, {largest * 0x1p-16, 0, 1e-5});
+    return difference_text("logits", actual.logits, reference.logits, {largest * 0x1p-16, 0, 1e-5});
   }
 
   ScoringInputs inputs_;
@@ -264,7 +264,7 @@ class TopkSelectCase : public OperatorCase<TopkSelect, Indices> {
   }
   std::string difference(const TopkSelectTensors& actual,
                          const TopkSelectTensors& reference) override {
-    return compare("indices", actual.indices, reference.indices, kExact);
+    return difference_text("indices", actual.indices, reference.indices, kExact);
   }
 
   OwnedTensor logits_, row_len_;
@@ -335,18 +335,20 @@ class IndexQuantizeCase : public OperatorCase<IndexQuantize, Quantized> {
   // The last bf16 bit before quantisation may differ, and that may move a code by one step, 1/8.
   std::string difference(const IndexQuantizeTensors& actual,
                          const IndexQuantizeTensors& reference) override {
-    constexpr Closeness kOneCode{0.02, 1.01 / 8, 1e-2};
-    constexpr Closeness kOneBf16{1e-6, 1.01 / 128, 2e-3};
-    std::string wrong = compare("q", decoded(actual.q_fp8, actual.q_scale),
-                                decoded(reference.q_fp8, reference.q_scale), kOneCode);
+    constexpr Tolerance kOneCode{0.02, 1.01 / 8, 1e-2};
+    constexpr Tolerance kOneBf16{1e-6, 1.01 / 128, 2e-3};
+    std::string wrong = difference_text("q", decoded(actual.q_fp8, actual.q_scale),
+                                        decoded(reference.q_fp8, reference.q_scale), kOneCode);
     if (wrong.empty()) {
-      wrong = compare("k", decoded(actual.k_fp8, actual.k_scale),
-                      decoded(reference.k_fp8, reference.k_scale), kOneCode);
+      wrong = difference_text("k", decoded(actual.k_fp8, actual.k_scale),
+                              decoded(reference.k_fp8, reference.k_scale), kOneCode);
     }
-    if (wrong.empty()) wrong = compare("q_scale", actual.q_scale, reference.q_scale, kOneBf16);
-    if (wrong.empty()) wrong = compare("k_scale", actual.k_scale, reference.k_scale, kOneBf16);
     if (wrong.empty())
-      wrong = compare("head_weight", actual.head_weight, reference.head_weight, kOneBf16);
+      wrong = difference_text("q_scale", actual.q_scale, reference.q_scale, kOneBf16);
+    if (wrong.empty())
+      wrong = difference_text("k_scale", actual.k_scale, reference.k_scale, kOneBf16);
+    if (wrong.empty())
+      wrong = difference_text("head_weight", actual.head_weight, reference.head_weight, kOneBf16);
     return wrong;
   }
 

@@ -28,8 +28,8 @@ struct OutLse {
 
 template <class Tensors>
 std::string out_lse_difference(const Tensors& actual, const Tensors& reference) {
-  const std::string wrong = compare("out", actual.out, reference.out, kBf16Output);
-  return wrong.empty() ? compare("lse", actual.lse, reference.lse, kFp32Output) : wrong;
+  const std::string wrong = difference_text("out", actual.out, reference.out, kBf16Output);
+  return wrong.empty() ? difference_text("lse", actual.lse, reference.lse, kFp32Output) : wrong;
 }
 
 // ---- sparse_mla: K of a pool of 64K latent rows per query row, indices distinct and unordered.

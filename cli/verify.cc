@@ -85,8 +85,8 @@ void compare_outputs(const VerifyOperator& op, const std::string& label, const T
   for (const std::string& name : expected.names()) {
     const Comparison result =
         compare(actual.find(name), expected.find(name), tolerance_of(op, name));
-    row->worst_rms = std::max(row->worst_rms, result.rms);
-    if (!result.equal) {
+    row->worst_rms = std::max(row->worst_rms, result.relative_rms);
+    if (!result.close) {
       row->mismatches.push_back(fmt::format("{}: {} {}", label, name, result.detail));
     }
   }

@@ -39,7 +39,7 @@ THIRD_PARTY = [
     (r"tbb/", r"^src/core/parallel\.cc$"),
     (r"CLI/", r"^cli/main\.cc$"),
     (r"nlohmann/", r"^src/(io|replay)/|^tests/"),
-    (r"Random123/", r"^src/replay/"),
+    (r"Random123/", r"^src/core/tensor_generator"),
     (r"fmt/", r"^(cli|tests|bench)/"),
     (r"(cuda|cute|cutlass|cub|nv)[/_a-z]*", r"/cuda/"),
     (r"(Python\.h|nanobind/)", r"^python/"),

@@ -3,6 +3,7 @@
 // Everything at once, for users; inside the library each file includes what it uses.
 #include "fovea/ceilings.h"
 #include "fovea/ceilings_file.h"
+#include "fovea/compare.h"
 #include "fovea/device.h"
 #include "fovea/dsa_backend.h"
 #include "fovea/dtype.h"

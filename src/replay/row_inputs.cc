@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <array>
 
+#include "src/core/tensor_generator.h"
 #include "src/replay/hash.h"
-#include "src/replay/tensor_generator.h"
 
 namespace fovea::internal {
 namespace {

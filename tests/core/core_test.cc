@@ -178,7 +178,7 @@ TEST(ParallelFor, AllocatesNothingAfterTheFirstUse) {
 TEST(ExpectCloseTool, SeesEachKindOfDifference) {
   const double nan = std::nan("");
   const double inf = std::numeric_limits<double>::infinity();
-  const test::Tolerance tolerance{1e-3, 1e-2, 1e-5};
+  const Tolerance tolerance{.absolute = 1e-3, .relative = 1e-2, .cosine = 1e-5};
   const auto close = [&](std::vector<double> a, std::vector<double> r) {
     return static_cast<bool>(test::ExpectClose(a, r, tolerance));
   };

@@ -105,7 +105,8 @@ TEST_P(IndexLogitsTest, AgreesWithTheFormulaForAnyHeadCountAndWidth) {
       actual.push_back(logits.data<float>()[j]);
       expected.push_back(c.expect(0, j).logit);
     }
-    EXPECT_TRUE(test::ExpectClose(actual, expected, {1e30, 0, 5e-6})) << heads << " x " << dim;
+    EXPECT_TRUE(test::ExpectClose(actual, expected, {.absolute = 1e30, .cosine = 5e-6}))
+        << heads << " x " << dim;
   }
 }
 
@@ -490,7 +491,7 @@ class IndexLogitsFullTest : public IndexLogitsTest {
       expected.push_back(value.logit);
       ASSERT_LE(std::fabs(actual.back() - value.logit), value.bound) << "row " << t << " key " << j;
     }
-    EXPECT_TRUE(test::ExpectClose(actual, expected, {1e30, 0, 5e-6}));
+    EXPECT_TRUE(test::ExpectClose(actual, expected, {.absolute = 1e30, .cosine = 5e-6}));
   }
 };
 INSTANTIATE_TEST_SUITE_P(Targets, IndexLogitsFullTest,

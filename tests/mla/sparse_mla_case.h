@@ -16,10 +16,11 @@
 namespace fovea::test {
 
 // Limits of spec 6.1 for out and for lse and max_logits, over bf16 rows and over packed fp8 rows.
-inline constexpr Tolerance kSparseOut{8e-4, 3.01 / 128, 7e-6};
-inline constexpr Tolerance kSparseLse{1e-6, 2.01 / 65536, 1e-7};
-inline constexpr Tolerance kSparseFp8Out{1e-3, 2.01 / 128, 5e-6};
-inline constexpr Tolerance kSparseFp8Lse{1e-6, 8.01 / 65536, 1e-7};
+inline constexpr Tolerance kSparseOut{.absolute = 8e-4, .relative = 3.01 / 128, .cosine = 7e-6};
+inline constexpr Tolerance kSparseLse{.absolute = 1e-6, .relative = 2.01 / 65536, .cosine = 1e-7};
+inline constexpr Tolerance kSparseFp8Out{.absolute = 1e-3, .relative = 2.01 / 128, .cosine = 5e-6};
+inline constexpr Tolerance kSparseFp8Lse{
+    .absolute = 1e-6, .relative = 8.01 / 65536, .cosine = 1e-7};
 
 /// A tensor between guard pages whose rows are `pads[axis]` elements further apart than needed; it
 /// ends with its last element, so that one byte read or written past it ends the process.

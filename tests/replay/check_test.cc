@@ -15,7 +15,7 @@
 #include "fovea/topk_select.h"
 #include "src/core/parallel.h"
 #include "src/replay/index_codes.h"
-#include "src/replay/tensor_generator.h"
+#include "src/core/tensor_generator.h"
 #include "tests/replay/tiny_model.h"
 #include "tests/support/memory.h"
 

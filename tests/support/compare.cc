@@ -9,51 +9,9 @@ namespace fovea::test {
 testing::AssertionResult ExpectClose(std::span<const double> actual,
                                      std::span<const double> reference,
                                      const Tolerance& tolerance) {
-  if (actual.size() != reference.size()) {
-    return testing::AssertionFailure()
-           << actual.size() << " elements, expected " << reference.size();
-  }
-  size_t failures = 0;
-  size_t worst = 0;
-  double worst_excess = -1;
-  double dot = 0, norm_a = 0, norm_r = 0;
-  for (size_t i = 0; i < actual.size(); ++i) {
-    const double a = actual[i];
-    const double r = reference[i];
-    if (!std::isfinite(a) || !std::isfinite(r)) {
-      const bool same = (std::isnan(a) && std::isnan(r)) || a == r;
-      if (!same) {
-        ++failures;
-        worst = i;
-        worst_excess = INFINITY;
-      }
-      continue;
-    }
-    dot += a * r;
-    norm_a += a * a;
-    norm_r += r * r;
-    const double difference = std::fabs(a - r);
-    if (difference <= tolerance.absolute || difference <= tolerance.relative * std::fabs(r))
-      continue;
-    ++failures;
-    const double excess =
-        difference / (tolerance.absolute + tolerance.relative * std::fabs(r) + 1e-300);
-    if (excess > worst_excess) {
-      worst_excess = excess;
-      worst = i;
-    }
-  }
-  if (failures > 0) {
-    return testing::AssertionFailure()
-           << failures << " of " << actual.size() << " elements differ; worst at flat index "
-           << worst << ": " << actual[worst] << ", expected " << reference[worst];
-  }
-  const double cosine = norm_r < 1e-12 ? 0 : 1 - 2 * dot / (norm_a + norm_r);
-  if (cosine > tolerance.cosine) {
-    return testing::AssertionFailure()
-           << "cosine distance " << cosine << ", expected at most " << tolerance.cosine;
-  }
-  return testing::AssertionSuccess();
+  const Comparison comparison = compare(actual, reference, tolerance);
+  return comparison.close ? testing::AssertionSuccess()
+                          : testing::AssertionFailure() << comparison.detail;
 }
 
 namespace {

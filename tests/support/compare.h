@@ -6,24 +6,18 @@
 #include <span>
 #include <vector>
 
+#include "fovea/compare.h"
 #include "fovea/tensor.h"
 
 namespace fovea::test {
 
-/// Limits of a comparison. An element passes when |a - r| <= absolute or |a - r| <= relative * |r|;
-/// the whole tensor must also stay below `cosine` = 1 - 2<a,r> / (<a,a> + <r,r>) (not looked at
-/// when <r,r> < 1e-12).
-struct Tolerance {
-  double absolute = 0;
-  double relative = 0;
-  double cosine = 1;
-};
+using fovea::Tolerance;
 
 // Output in bf16 (epsilon 2^-8, half an ulp 2^-9 relative): one rounding of the result, P rounded
 // to bf16 in some implementations, and fp32 accumulation.
-inline constexpr Tolerance kBf16Output{1e-3, 2.01 / 128, 7e-6};
+inline constexpr Tolerance kBf16Output{.absolute = 1e-3, .relative = 2.01 / 128, .cosine = 7e-6};
 // fp32 lse of sums of a few thousand terms: a handful of fp32 roundings of values of order 10.
-inline constexpr Tolerance kLse{1e-5, 8.01 / 65536, 1e-7};
+inline constexpr Tolerance kLse{.absolute = 1e-5, .relative = 8.01 / 65536, .cosine = 1e-7};
 
 /// NaN and infinities must coincide in place and sign; everything else by `tolerance`. On failure
 /// the text gives the worst element, both values, the share of failing elements and the cosine

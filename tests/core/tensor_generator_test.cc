@@ -1,4 +1,4 @@
-#include "src/replay/tensor_generator.h"
+#include "src/core/tensor_generator.h"
 
 #include <gtest/gtest.h>
 

@@ -5,7 +5,7 @@
 #include "fovea/numeric.h"
 #include "src/core/check.h"
 #include "src/core/parallel.h"
-#include "src/replay/tensor_generator.h"
+#include "src/core/tensor_generator.h"
 
 namespace fovea::internal {
 

@@ -1,12 +1,12 @@
 #undef HWY_TARGET_INCLUDE
-#define HWY_TARGET_INCLUDE "src/replay/tensor_generator_cpu.cc"
+#define HWY_TARGET_INCLUDE "src/core/tensor_generator_cpu.cc"
 #include "src/core/simd.h"
 
 #include <algorithm>
 
 #include "fovea/device.h"
 #include "src/core/check.h"
-#include "src/replay/tensor_generator.h"
+#include "src/core/tensor_generator.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace fovea::internal::HWY_NAMESPACE {
