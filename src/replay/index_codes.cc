@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "fovea/numeric.h"
-#include "src/replay/tensor_generator.h"
+#include "src/core/tensor_generator.h"
 
 namespace fovea::internal {
 namespace {

@@ -14,8 +14,8 @@
 #include "fovea/sparse_mla.h"
 #include "fovea/topk_select.h"
 #include "src/core/parallel.h"
-#include "src/replay/index_codes.h"
 #include "src/core/tensor_generator.h"
+#include "src/replay/index_codes.h"
 #include "tests/replay/tiny_model.h"
 #include "tests/support/memory.h"
 
