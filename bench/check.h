@@ -16,7 +16,8 @@ inline constexpr Tolerance kFp32Output{1e-4, 1.0 / 8192, 1e-5};
 inline constexpr Tolerance kExact{};
 
 /// Empty when `actual` matches; otherwise one sentence with the number of wrong elements and the
-/// worst one. NaN and infinities must coincide. Any dtype; strides are honoured.
+/// worst one, or the types or shapes that differ. NaN and infinities must coincide; strides are
+/// honoured.
 std::string difference_text(const std::string& name, const ConstTensorView& actual,
                             const ConstTensorView& reference, const Tolerance& tolerance);
 
