@@ -111,9 +111,7 @@ DsaConfig explained_config(const ExplainOptions& options) {
   config.topk = options.topk;
   config.row_format = value_of<RowFormat>(options.row_format,
                                           {{"bf16", RowFormat::kBf16}, {"v32", RowFormat::kV32}});
-  config.prefill_kernel = value_of<DsaKernel>(
-      options.prefill_kernel,
-      {{"cache_direct", DsaKernel::kCacheDirect}, {"contiguous_bf16", DsaKernel::kContiguousBf16}});
+  config.prefill_implementation = options.prefill_kernel;
   config.extend_kv_source = value_of<ExtendKvSource>(
       options.extend_kv_source,
       {{"cache", ExtendKvSource::kCache}, {"fresh", ExtendKvSource::kFresh}});

@@ -4,26 +4,21 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "fovea/context_split.h"
 #include "fovea/device.h"
 #include "fovea/dtype.h"
 #include "fovea/export.h"
 #include "fovea/metadata.h"
+#include "fovea/metadata_check.h"
 #include "fovea/tensor.h"
 
 namespace fovea {
-
-/// Where EXTEND reads the keys of its own new rows.
-enum class ExtendKvSource : uint8_t {
-  kCache,  ///< Stored first and read back through the codec: a row does not depend on chunking or
-           ///< prefix hits.
-  kFresh,  ///< This call's unquantised rows, where the contiguous kernel runs and no request has a
-           ///< prefix.
-};
 
 /// What computes the attention of a step.
 enum class DsaKernel : uint8_t {
@@ -35,7 +30,8 @@ enum class DsaKernel : uint8_t {
 /// "cache_direct", "contiguous_bf16", "one_shot_mha".
 FOVEA_API std::string_view to_string(DsaKernel kernel) noexcept;
 
-/// Configuration of a DeepSeek sparse attention backend: fixed for the life of an engine.
+/// Configuration of a DeepSeek sparse attention backend: fixed for the life of an engine. Every
+/// field has a row in docs/dsa_backend.md.
 struct DsaConfig {
   int64_t num_heads = 0;     ///< Local query heads (model heads / tensor parallel).
   int64_t index_heads = 64;  ///< Hi.
@@ -43,25 +39,38 @@ struct DsaConfig {
   int64_t rope_dim = 64;     ///< R.
   int64_t topk = 2048;
   int64_t page_size = 64;                  ///< P.
-  RowFormat row_format = RowFormat::kV32;  ///< Latent cache: kBf16 or kV32.
+  RowFormat row_format = RowFormat::kV32;  ///< Latent cache: kBf16, kV32 or kF576.
   ScaleMode kv_scale_mode = ScaleMode::kFp32;
   ScaleMode index_scale_mode = ScaleMode::kFp32;
   RopeStyle index_rope_style = RopeStyle::kHalfSplit;
   bool hadamard = true;
-  int64_t max_requests = 0;     ///< Bound of R.
-  int64_t max_rows = 0;         ///< Bound of E and T (the prefill chunk).
-  int64_t table_width = 0;      ///< W of req_to_token.
-  bool deterministic = true;    ///< One-shot off, kCache, batch-invariant operators.
-  bool force_absorbed = false;  ///< One-shot off.
+  int64_t max_requests = 0;       ///< Bound of R.
+  int64_t max_rows = 0;           ///< Bound of E and T (the prefill chunk).
+  int64_t table_width = 0;        ///< W of req_to_token: context plus the headroom of a verify.
+  int64_t rows_per_request = 1;   ///< N of TARGET_VERIFY and the draft-extend modes: one committed
+                                  ///< token and N - 1 drafted ones.
+  int64_t draft_topk = 1;         ///< Branches of a draft; a tree (> 1) is refused.
+  bool deterministic = true;      ///< One-shot off, kCache, batch-invariant operators.
+  bool force_absorbed = false;    ///< One-shot off.
+  bool context_parallel = false;  ///< Batches may carry a ContextSplit; one-shot off.
   ExtendKvSource extend_kv_source = ExtendKvSource::kCache;
   int64_t mha_chunk_capacity =
       131072;  ///< Bound of the summed KV length of a one-shot or contiguous batch, in tokens.
   int64_t logits_budget_bytes = int64_t{512} << 20;
   std::string implementation;  ///< Forces one implementation for every operator that has it.
-  /// Preferred kernel of EXTEND and MIXED over a v32 cache: kCacheDirect or kContiguousBf16 (not
-  /// with `deterministic`, because it depends on the size of the batch). A bf16 cache is always
-  /// read directly.
-  DsaKernel prefill_kernel = DsaKernel::kCacheDirect;
+  /// Attention of EXTEND and MIXED: "auto", "cache_direct", "contiguous_bf16" (not with
+  /// `deterministic`, because it depends on the size of the batch), or an engine's name for one of
+  /// them: "flashmla_sparse", "flashmla_kv", "flashmla_auto", "fa3", "tilelang", "trtllm", "aiter".
+  std::string prefill_implementation = "auto";
+  /// Attention of every other mode: "auto", "cache_direct", or an engine's name.
+  std::string decode_implementation = "auto";
+  /// "auto" prefill over a v32 cache: plain EXTEND takes contiguous_bf16 when sum L < ratio * E. 0:
+  /// never.
+  double contiguous_kv_ratio = 0;
+  /// Parts of the split plan of sparse decode (SplitScheduleProblem::parts), which then balances
+  /// the batch over workers. 0: every row is cut by itself. Not with `deterministic`: the cuts
+  /// depend on the batch.
+  int64_t split_parts = 0;
   /// A failed operator (Error kDevice, kInternal) is an error at once. Otherwise the next
   /// implementation in its list runs on the same tensors, with a log line; not with `deterministic`
   /// (another implementation has other bits) nor with a forced implementation.
@@ -69,25 +78,43 @@ struct DsaConfig {
   /// Off: selections (`indices`, `topk_indices`) are positions of the request, mapped to slots by a
   /// later pass; same attention, for reuse across steps and for debugging.
   bool fuse_transform = true;
+  /// kF576 only: q and k arrive as (q_nope, q_rope), (k_latent, k_rope) before rope, and one pass
+  /// ropes and quantises both.
+  bool fuse_rope = false;
+  RopeStyle rope_style = RopeStyle::kInterleaved;  ///< Of fuse_rope.
+  /// After every refresh, the reference builder runs on scratch arrays and every field is compared;
+  /// a difference is Error(kMismatch), never a fallback.
+  bool verify_metadata = false;
+  /// Device contents that were masked or clamped are reported: step.report(), and a log line.
+  bool check = false;
+  int64_t cache_slots = 0;  ///< Slots of the pools, the dummy page included; `check` needs it.
 };
 
 /// One forward call of an engine: lengths and rows, in the terms of docs/concepts.md. The tensors
 /// live until the step's last forward.
 struct ForwardBatch {
   ForwardMode mode = ForwardMode::kDecode;
-  ConstTensorView seq_len;        ///< i32 [R]
+  ConstTensorView seq_len;        ///< i32 [R]; what it includes differs by mode, docs/concepts.md
   ConstTensorView pool_row;       ///< i32 [R]
-  ConstTensorView ext_len;        ///< i32 [R]; kExtend, kMixed
+  ConstTensorView ext_len;        ///< i32 [R]; kExtend, kMixed, kDraftExtend
   ConstTensorView req_to_token;   ///< i32 [rows, W]
   ConstTensorView positions;      ///< i32 [T], global position of each row
   ConstTensorView out_cache_loc;  ///< i32 [T], slot of each row's new token; -1 in padding
-  int64_t num_rows = 0;           ///< E
-  int64_t padded_rows = 0;        ///< T; 0: E
+  /// E. kDraftExtend without host lengths: an upper bound, at most R * N; rows past the sum of
+  /// ext_len behave as padding.
+  int64_t num_rows = 0;
+  int64_t padded_rows = 0;  ///< T; 0: E
   /// Optional host copies; the skip rule and one-shot need them. In kExtend and kMixed both or
   /// none.
   std::span<const int32_t> host_seq_len;
   std::span<const int32_t> host_ext_len;
   bool mha_inputs = false;  ///< The caller can supply q_mha, k_mha, v_mha, out_mha.
+  /// kExtend with context_parallel: the rank's part of the batch (round-robin; lives as long as the
+  /// tensors). Then num_rows, positions and every query tensor are those of the rank's rows, while
+  /// out_cache_loc, store_positions, k and index_k are those of all tokens of the batch, gathered
+  /// in token order: every rank stores everything.
+  const ContextSplit* context_split = nullptr;
+  ConstTensorView store_positions;  ///< i32 [tokens]; with context_split
 };
 
 /// The facts that dispatch looks at.
@@ -97,8 +124,9 @@ struct DsaBatchFacts {
   int64_t max_kv_len = 0;  ///< With host lengths only.
   int64_t sum_kv_len = 0;  ///< With host lengths only.
   int64_t num_rows = 0;
-  bool has_prefix = false;  ///< With host lengths only: some request has seq_len > ext_len.
-  bool mha_inputs = false;  ///< The caller can supply expanded per-head keys and values.
+  bool has_prefix = false;        ///< With host lengths only: some request has seq_len > ext_len.
+  bool mha_inputs = false;        ///< The caller can supply expanded per-head keys and values.
+  bool context_parallel = false;  ///< The batch carries a ContextSplit.
 };
 
 /// Sentences in static memory, one per decision: copying them allocates nothing.
@@ -129,19 +157,23 @@ struct DsaDispatch {
 };
 
 /// Pure: the same arguments give the same answer. Throws Error(kUnsupported) for a mode that this
-/// backend does not have, naming it.
+/// backend does not have, naming it, and for an implementation that cannot read the cache.
 ///
 /// One-shot runs when all of these hold: mode EXTEND or MIXED, host lengths, expanded inputs, max L
-/// <= topk, sum L <= mha_chunk_capacity, neither force_absorbed nor deterministic. Otherwise the
-/// contiguous kernel runs when it is preferred, the mode is EXTEND or MIXED, the cache is v32 and
-/// the host lengths show that sum L fits. Otherwise the cache is read directly.
+/// <= topk (prefill_implementation "trtllm": <= mha_chunk_capacity, as in the original), sum L <=
+/// mha_chunk_capacity, no context split, neither force_absorbed nor deterministic. Otherwise the
+/// contiguous kernel runs when it is chosen, the mode is EXTEND or MIXED, the cache is v32 and the
+/// host lengths show that sum L fits. Otherwise the cache is read directly.
 FOVEA_API DsaDispatch dsa_dispatch(const DsaConfig& config, const Device& device,
                                    const DsaBatchFacts& facts);
 
 /// The tensors of one layer's forward. k = latent | rope of the new tokens.
 struct DsaForwardTensors {
-  ConstTensorView q;  ///< bf16 [T, H, 576], absorbed; not read under one-shot
+  ConstTensorView q;               ///< bf16 [T, H, 576], absorbed; not read under one-shot
+  ConstTensorView q_nope, q_rope;  ///< instead of q: bf16 [T, H, 512], [T, H, 64]
   ConstTensorView k;  ///< bf16 [T, 576]; absent: no latent row is stored, the rows are in the pool
+  ConstTensorView k_latent, k_rope;  ///< instead of k: bf16 [T, 512], [T, 64]
+  bool save_kv = true;               ///< false: nothing is stored, whatever k and index_k hold
   ConstTensorView index_q;  ///< bf16 [T, Hi, Di], before rope; may be absent when nothing is
                             ///< scored (skip_selection, topk_indices)
   ConstTensorView index_k;  ///< bf16 [T, Di], before the LayerNorm; may be absent with k, or with
@@ -150,6 +182,7 @@ struct DsaForwardTensors {
   ConstTensorView norm_bias;     ///< f32 [Di]; with index_k
   ConstTensorView head_gate;     ///< f32 [T, Hi]; with index_q
   ConstTensorView cos_sin;       ///< f32 [max_pos, rope_dim]; with index_q or index_k
+  ConstTensorView mla_cos_sin;   ///< f32 [max_pos, 64]; with fuse_rope
   ConstTensorView topk_indices;  ///< optional i32 [T, K]: a selection made elsewhere, in the form
                                  ///< of `indices`; the indexer is skipped. Without fuse_transform,
                                  ///< rows that fit topk are rebuilt as the identity.
@@ -172,6 +205,53 @@ struct DsaLayer {
   float softmax_scale =
       0;                ///< Of the MHA form: (128 + 64)^-1/2 times the context extension factor.
   float logit_cap = 0;  ///< > 0: s = cap * tanh(s / cap); not offered under one-shot.
+  float q_scale = 1;    ///< kF576 with fuse_rope: q is quantised as q / q_scale.
+  float k_scale = 1;    ///< kF576: of the layer's cache.
+};
+
+/// Shape of a step whose buffers live on: what an engine captures one graph for.
+struct StepBucket {
+  ForwardMode mode = ForwardMode::kDecode;
+  int64_t num_requests = 0;      ///< R, padded requests included.
+  int64_t rows_per_request = 1;  ///< N; kDecode and kIdle: 1. kDraftExtend: the most that any
+                                 ///< request has. kExtend and kMixed have no buckets.
+};
+
+/// seq_len of a padded request of a bucket. Its pool row is 0, and its token goes to the dummy
+/// page.
+inline constexpr int32_t kPaddedSeqLen = 1;
+
+/// The arrays of one step. Made by a backend for one bucket, at fixed addresses: begin_step writes
+/// into them, forward reads them, nothing is allocated, so that a captured step may be replayed
+/// with new contents. Two plans share no memory. Move-only; lives no longer than its backend.
+class FOVEA_API DsaStepPlan {
+ public:
+  DsaStepPlan(DsaStepPlan&&) noexcept;
+  DsaStepPlan& operator=(DsaStepPlan&&) noexcept;
+  ~DsaStepPlan();
+
+  const StepBucket& bucket() const noexcept;
+  const DsaDispatch& dispatch() const noexcept;     ///< of the step that it holds
+  const MetadataFields& metadata() const noexcept;  ///< views of the live shapes
+  /// With `check`: what the last begin_step found in the device contents. Reads the device.
+  MetadataReport report() const;
+
+  struct State;
+
+ private:
+  friend class DsaBackend;
+  explicit DsaStepPlan(std::unique_ptr<State> state);
+  std::unique_ptr<State> state_;
+};
+
+/// One forward of a draft model in a chain of drafts: step j drafts the token after position
+/// seq_len + j.
+struct DraftStep {
+  DsaStepPlan* plan = nullptr;               ///< a kDecode bucket
+  ConstTensorView positions;                 ///< i32 [R]
+  ConstTensorView out_cache_loc;             ///< i32 [R]
+  std::optional<int32_t> kv_len_delta = {};  ///< Added to seq_len; absent: j + 1. 0 for every step
+                                             ///< reproduces the original.
 };
 
 /// One timed operator call, for profiles: filled when a profile is attached.
@@ -192,14 +272,19 @@ struct OperatorCall {
 ///   backend.begin_step(batch);                 // refreshes the metadata, decides the dispatch
 ///   for (layer : layers) backend.forward(layer, tensors);
 ///
-/// Modes EXTEND, MIXED, DECODE and IDLE; any other is an error that names it. Persistent buffers
-/// are allocated by the constructor from the bounds of the configuration; begin_step and forward
-/// allocate nothing, except that the first forward with a new (softmax_scale, logit_cap) makes its
-/// plans.
+/// or, with buffers that live on,
+///
+///   DsaStepPlan plan = backend.make_step_plan({ForwardMode::kTargetVerify, 64, 4});
+///   backend.begin_step(batch, &plan);          // each replay
+///   for (layer : layers) backend.forward(plan, layer, tensors);
+///
+/// Modes: all seven of ForwardMode. Buffers are allocated by the constructor and by make_step_plan
+/// from bounds; begin_step and forward allocate nothing, except that the first forward with a new
+/// (softmax_scale, logit_cap, scales) makes its plans.
 ///
 /// With `deterministic` a row's output, lse and selection depend on the tokens of its own request
 /// alone: bit-equal for any chunking of the prompt, batch mates, page size, padding, thread count
-/// and for rows decoded instead of extended. Host lengths change no bit then.
+/// and for rows decoded, verified or extended. Host lengths change no bit then.
 ///
 /// Device contents (lengths, tables, slots) are never trusted and never an error. One backend
 /// serves one stream of steps; it is not thread-safe.
@@ -212,21 +297,39 @@ class FOVEA_API DsaBackend {
   DsaBackend(DsaBackend&&) noexcept;
   DsaBackend& operator=(DsaBackend&&) noexcept;
 
+  /// Buffers for the steps of one bucket; holds a legal step of padded requests (kPaddedSeqLen)
+  /// before its first begin_step. Throws Error(kInvalidArgument) for a bucket outside the
+  /// configuration's bounds or in EXTEND or MIXED, naming the field; Error(kOutOfMemory).
+  DsaStepPlan make_step_plan(const StepBucket& bucket) const;
+
   /// Throws Error(kInvalidArgument), naming request and field, when a tensor does not fit the
   /// configuration or host lengths break an invariant (L >= rows >= 0, sum of rows = E, max L <=
-  /// W); Error(kUnsupported) for a mode. Then nothing changed: the previous step stays current.
+  /// W); Error(kUnsupported) for a mode; with verify_metadata Error(kMismatch). Then nothing
+  /// changed: the previous step stays current (after kMismatch: its arrays are the refreshed ones).
   void begin_step(const ForwardBatch& batch);
+
+  /// The same into a plan of the bucket (mode, R, N); afterwards `forward(plan, ...)` runs the
+  /// step.
+  void begin_step(const ForwardBatch& batch, DsaStepPlan* plan);
+
+  /// Refreshes the plans of a chain of drafts, 0 to 8 of them, in one call: `batch` is a kDecode
+  /// batch whose seq_len is the committed length before the chain, without positions and
+  /// out_cache_loc. Without steps nothing is launched. Throws as begin_step, and for two steps that
+  /// name one plan.
+  void begin_draft_steps(const ForwardBatch& batch, std::span<const DraftStep> steps);
 
   /// Stores the new rows, selects, attends. Store precedes scoring: a row sees its own key.
   ///
   /// Throws Error(kInvalidArgument) before anything is written when a tensor is missing or does not
   /// fit, or no step has begun.
   void forward(const DsaLayer& layer, const DsaForwardTensors& tensors);
+  void forward(const DsaStepPlan& plan, const DsaLayer& layer, const DsaForwardTensors& tensors);
 
   const DsaConfig& config() const noexcept;
   const DsaDispatch& dispatch() const noexcept;  ///< of the current step
   const MetadataFields& metadata()
-      const noexcept;  ///< of the current step; views of the live shapes
+      const noexcept;             ///< of the current step; views of the live shapes
+  MetadataReport report() const;  ///< of the current step, with `check`
 
   /// Receives every operator call from now on; null stops it. The calls are appended.
   void set_profile(std::vector<OperatorCall>* calls) noexcept;

@@ -15,6 +15,7 @@ enum class ErrorCode {
   kOutOfMemory,      ///< A pool, workspace or cache is too small; the message names bytes or pages.
   kDevice,           ///< The device or its driver failed.
   kIo,               ///< A file is missing, unreadable, malformed or cannot be written.
+  kMismatch,         ///< A verification that was asked for found a difference.
   kInternal,         ///< A broken invariant of the library itself: please report it.
 };
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <string_view>
 
+#include "fovea/device.h"
 #include "fovea/export.h"
 #include "fovea/plan.h"
 #include "fovea/tensor.h"
@@ -34,6 +35,17 @@ enum class IndexTransform : uint8_t {
 /// "local", "paged", "ragged".
 FOVEA_API std::string_view to_string(IndexTransform transform) noexcept;
 
+/// Where EXTEND reads the keys of its own new rows.
+enum class ExtendKvSource : uint8_t {
+  kCache,  ///< Stored first and read back through the codec: a row does not depend on chunking or
+           ///< prefix hits.
+  kFresh,  ///< This call's unquantised rows, where the contiguous kernel runs and no request has a
+           ///< prefix.
+};
+
+/// "cache", "fresh".
+FOVEA_API std::string_view to_string(ExtendKvSource source) noexcept;
+
 /// Largest number of step plans that one refresh fills.
 inline constexpr int kMaxRefreshSteps = 8;
 
@@ -49,6 +61,7 @@ struct MetadataProblem {
   IndexTransform transform =
       IndexTransform::kPaged;  ///< kRagged asks for row_offset; kExtend and kMixed only.
   int64_t workers = 64;        ///< >= 1, workers of the paged-logits schedule.
+  int64_t split_parts = 0;     ///< Parts of split_schedule (SplitScheduleProblem::parts); 0: none.
 };
 
 /// The arrays of one step: device i32, owned by the caller.
@@ -75,6 +88,8 @@ struct MetadataFields {
   TensorView k_end;           ///< [E] = k_start + row_len; kExtend, kMixed only
   TensorView row_offset;      ///< [E] = k_start; kExtend, kMixed with transform kRagged only
   TensorView schedule;        ///< [workers+1, 2] of row_len; the other modes only
+  TensorView split_schedule;  ///< [split_parts, 8] of topk_length, in any mode with split_parts > 0
+  TensorView split_indptr;    ///< [T+1], with split_schedule: pieces of each row, cumulative
 };
 
 struct MetadataTensors {
@@ -85,7 +100,7 @@ struct MetadataTensors {
   ConstTensorView prefix_len;    ///< optional i32 [R], only with ext_len; it is seq_len - ext_len,
                                  ///< so that nothing depends on it: accepted for the caller's ease
   int64_t padded_rows = 0;       ///< T; 0: the extent of each array of rows
-  int num_steps = 1;             ///< Steps to fill, 1..8; more than one only in kDecode, kIdle
+  int num_steps = 1;             ///< Steps to fill, 1..8, in any mode
   std::array<int32_t, kMaxRefreshSteps>
       kv_len_delta{};  ///< Added to every length of the step; kDecode, kIdle
   std::array<MetadataFields, kMaxRefreshSteps> steps{};
@@ -121,6 +136,24 @@ class FOVEA_API MetadataRefresh : public OperatorPlan<MetadataProblem, MetadataT
   using OperatorPlan::OperatorPlan;
 };
 
+/// Compares what a refresh has written with what the reference builder writes from the same inputs:
+/// every field, every step, over exactly the ranges that a refresh writes. Owns the scratch arrays
+/// of one step, so that verify() allocates only for its message.
+class FOVEA_API MetadataVerifier {
+ public:
+  /// Bounds as for MetadataRefresh::plan; throws as it does.
+  MetadataVerifier(const MetadataProblem& problem, const Device& device);
+
+  /// Throws Error(kMismatch) "metadata_refresh: step 1: topk_indptr[7] = 12, expected 13; 3 of 64
+  /// entries differ" for the first field that differs.
+  void verify(const MetadataTensors& tensors);
+
+ private:
+  MetadataProblem problem_;
+  MetadataRefresh reference_;
+  HostBuffer scratch_;
+};
+
 /// Tokens that one unit of paged-logits work covers.
 inline constexpr int64_t kScheduleTokens = 256;
 
@@ -150,6 +183,58 @@ struct PagedScheduleTensors {
 class FOVEA_API PagedSchedule : public OperatorPlan<PagedScheduleProblem, PagedScheduleTensors> {
  public:
   static PagedSchedule plan(const PagedScheduleProblem& problem, const Device& device,
+                            const Options& options = {});
+
+ private:
+  using OperatorPlan::OperatorPlan;
+};
+
+/// Slots that one block of sparse-decode work covers.
+inline constexpr int64_t kSplitBlockSlots = 64;
+/// Blocks that starting a piece of work costs, in the balance of parts.
+inline constexpr int64_t kSplitOverheadBlocks = 5;
+
+struct SplitScheduleProblem {
+  int64_t max_rows = 0;  ///< Upper bound of T.
+  int64_t parts = 64;    ///< P >= 1: workers that walk the blocks.
+};
+
+struct SplitScheduleTensors {
+  ConstTensorView topk_length;  ///< i32 [T]: slots of each row; negative counts as 0
+  TensorView split_schedule;    ///< i32 [P, 8], see SplitPart
+  TensorView split_indptr;      ///< i32 [T+1]: row r has pieces split_indptr[r] ..
+                                ///< split_indptr[r+1]-1
+};
+
+/// One line of split_schedule: the blocks that part p walks, rows laid end to end.
+struct SplitPart {
+  int32_t first_row;       ///< T: the part has no work.
+  int32_t last_row;        ///< Inclusive.
+  int32_t first_block;     ///< Of first_row.
+  int32_t end_block;       ///< Of last_row, exclusive.
+  int32_t first_split;     ///< Which piece of first_row the part starts with.
+  int32_t first_is_split;  ///< 1: first_row has several pieces.
+  int32_t last_is_split;   ///< 1: last_row has several pieces.
+  int32_t unused;
+};
+static_assert(sizeof(SplitPart) == 32);
+
+/// Cuts the blocks of 64 slots of every row into P contiguous parts of nearly equal cost.
+///
+/// With n_r = max(1, ceil(len_r / 64)) blocks, F = 5 blocks of overhead per piece and budget cap =
+/// ceil(sum (n_r + F) / P) + F, parts walk the rows in order: a part takes the rest of a row when
+/// budget >= rest + F, else budget - F of its blocks when budget > F, else it is full. A part has
+/// at most two pieces of split rows, so that min(T + P, 2 P) accumulators suffice for any lengths.
+/// Any T. Exact; never allocates; thread-safe. The cuts depend on the whole batch; an operator that
+/// must be batch-invariant does not use them.
+///
+/// Throws Error(kInvalidArgument) from plan() for a bound outside its range, from run() when T is
+/// above max_rows or the arrays have another shape.
+///
+/// Source: spec of the sparse-decode planner, restated in docs/split_schedule.md.
+class FOVEA_API SplitSchedule : public OperatorPlan<SplitScheduleProblem, SplitScheduleTensors> {
+ public:
+  static SplitSchedule plan(const SplitScheduleProblem& problem, const Device& device,
                             const Options& options = {});
 
  private:

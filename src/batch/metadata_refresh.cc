@@ -158,6 +158,10 @@ std::string_view to_string(IndexTransform transform) noexcept {
   return "";
 }
 
+std::string_view to_string(ExtendKvSource source) noexcept {
+  return source == ExtendKvSource::kCache ? "cache" : "fresh";
+}
+
 MetadataRefresh MetadataRefresh::plan(const MetadataProblem& problem, const Device& device,
                                       const Options& options) {
   check_problem(problem);

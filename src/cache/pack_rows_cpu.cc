@@ -135,6 +135,8 @@ void pack_piece(RowFormat format, const PackContext& context, int64_t begin, int
     case RowFormat::kI132:
       pack_i132_rows(context, begin, end);
       break;
+    case RowFormat::kF576:
+      break;
   }
   if constexpr (kStream) hwy::FlushStream();
 }

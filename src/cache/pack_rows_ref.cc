@@ -43,6 +43,8 @@ void pack_rows_ref(const RowCodecProblem& problem, const Device&, const PackRows
         std::memcpy(pool.i132_scale(slot, width), &scale, sizeof(scale));
         break;
       }
+      case RowFormat::kF576:
+        break;
     }
   }
 }

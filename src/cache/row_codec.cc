@@ -13,6 +13,7 @@ namespace {
 constexpr int64_t kMaxWidth = std::numeric_limits<int32_t>::max();
 
 void check_width(const char* op, RowFormat format, int64_t width) {
+  if (format == RowFormat::kF576) internal::unsupported(op, "row_format = f576");
   if (format == RowFormat::kV32) {
     internal::check_range(op, "width (v32)", width, internal::kV32Width, internal::kV32Width);
   } else {

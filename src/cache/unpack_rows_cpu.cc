@@ -132,6 +132,8 @@ void unpack_rows(const RowCodecProblem& problem, const Device& device,
     case RowFormat::kI132:
       unpack_format<RowFormat::kI132>(context);
       break;
+    case RowFormat::kF576:
+      break;
   }
 }
 

@@ -49,6 +49,8 @@ void unpack_rows_ref(const RowCodecProblem& problem, const Device&,
         dequantize_tile(pool.i132_codes(slot, width), width,
                         load_scale(pool.i132_scale(slot, width)), row);
         break;
+      case RowFormat::kF576:
+        break;
     }
   }
 }

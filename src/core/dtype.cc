@@ -28,6 +28,8 @@ std::string_view to_string(RowFormat format) noexcept {
       return "v32";
     case RowFormat::kI132:
       return "i132";
+    case RowFormat::kF576:
+      return "f576";
   }
   return "?";
 }

@@ -16,6 +16,8 @@ std::string_view to_string(ErrorCode code) noexcept {
       return "device";
     case ErrorCode::kIo:
       return "io";
+    case ErrorCode::kMismatch:
+      return "mismatch";
     case ErrorCode::kInternal:
       return "internal";
   }

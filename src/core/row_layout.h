@@ -23,6 +23,9 @@ static_assert(kV32RowBytes == 656);
 inline constexpr int64_t kI132Width = 128;
 constexpr int64_t i132_row_bytes(int64_t width) { return width + 4; }
 
+/// f576: 576 e4m3 codes of x / k_scale; the scale belongs to the cache, not to the row.
+inline constexpr int64_t kF576Width = 576;
+
 /// Bytes of one token in any format.
 constexpr int64_t row_bytes(RowFormat format, int64_t width) {
   switch (format) {
@@ -32,6 +35,8 @@ constexpr int64_t row_bytes(RowFormat format, int64_t width) {
       return kV32RowBytes;
     case RowFormat::kI132:
       return i132_row_bytes(width);
+    case RowFormat::kF576:
+      return kF576Width;
   }
   return 0;
 }

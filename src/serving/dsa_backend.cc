@@ -154,7 +154,7 @@ struct StepBuffers {
     k_scale = array(DType::kF32, {rows});
     selection = array(DType::kI32, {rows, config.topk});
     if (!config.fuse_transform) slots = array(DType::kI32, {rows, config.topk});
-    if (config.prefill_kernel == DsaKernel::kContiguousBf16) {
+    if (config.prefill_implementation == "contiguous_bf16") {
       contiguous_slots = array(DType::kI32, {config.mha_chunk_capacity});
       contiguous_rows = array(DType::kBf16, {config.mha_chunk_capacity, kLatentWidth});
     }
@@ -235,7 +235,7 @@ DsaBackend::State::State(const DsaConfig& config_in, const Device& device_in)
   size_t bytes = std::max({refresh_extend.workspace_bytes(), refresh_decode.workspace_bytes(),
                            pack.workspace_bytes(), quantize.workspace_bytes(),
                            store.workspace_bytes(), select.workspace_bytes()});
-  if (config.prefill_kernel == DsaKernel::kContiguousBf16) {
+  if (config.prefill_implementation == "contiguous_bf16") {
     unpack = UnpackRows::plan(codec_problem(config, config.mha_chunk_capacity), device,
                               options("unpack_rows"));
     select_ragged = IndexSelect::plan(select_problem(config, IndexTransform::kRagged), device,
@@ -266,7 +266,7 @@ const AttentionPlans& DsaBackend::State::attention_of(const DsaLayer& layer) {
       {},
       {}};
   size_t bytes = plans.cache_direct.workspace_bytes();
-  if (config.prefill_kernel == DsaKernel::kContiguousBf16) {
+  if (config.prefill_implementation == "contiguous_bf16") {
     plans.contiguous =
         SparseMla::plan(attention_problem(config, layer, true), device, options("sparse_mla"));
     bytes = std::max(bytes, plans.contiguous->workspace_bytes());

@@ -137,14 +137,16 @@ void check_dsa_config(const DsaConfig& config, const Device& device) {
     invalid(kDsaOp,
             "row_format = " + std::string(to_string(config.row_format)) + ", expected bf16 or v32");
   }
-  if (config.prefill_kernel == DsaKernel::kOneShotMha || to_string(config.prefill_kernel).empty()) {
-    invalid(kDsaOp, "prefill_kernel = " + std::string(to_string(config.prefill_kernel)) +
-                        ", expected cache_direct or contiguous_bf16; one-shot is chosen by batch");
+  if (config.prefill_implementation != "auto" && config.prefill_implementation != "cache_direct" &&
+      config.prefill_implementation != "contiguous_bf16") {
+    invalid(kDsaOp, "prefill_implementation = '" + config.prefill_implementation +
+                        "', expected auto, cache_direct or contiguous_bf16");
   }
-  if (config.deterministic && config.prefill_kernel == DsaKernel::kContiguousBf16) {
+  if (config.deterministic && config.prefill_implementation == "contiguous_bf16") {
     unsupported(kDsaOp,
-                "prefill_kernel = contiguous_bf16 with deterministic: whether it runs depends on "
-                "the size of the batch; expected cache_direct, or deterministic = false");
+                "prefill_implementation = contiguous_bf16 with deterministic: whether it runs "
+                "depends on the size of the batch; expected auto or cache_direct, or "
+                "deterministic = false");
   }
 }
 

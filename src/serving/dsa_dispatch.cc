@@ -39,7 +39,7 @@ bool one_shot_is_legal(const DsaConfig& config, const Device& device, const DsaB
 
 bool contiguous_is_chosen(const DsaConfig& config, const DsaBatchFacts& facts,
                           DispatchReasons* reasons) {
-  if (config.prefill_kernel != DsaKernel::kContiguousBf16) {
+  if (config.prefill_implementation != "contiguous_bf16") {
     reasons->add("cache-direct: the preferred prefill kernel of this device");
     return false;
   }

@@ -63,9 +63,9 @@ TEST(DsaBackendConfig, RefusesFieldsByName) {
   refuses("logits_budget_bytes", [](auto& c) { c.logits_budget_bytes = 0; });
   refuses("mha_chunk_capacity", [](auto& c) { c.mha_chunk_capacity = -1; });
   refuses("implementation", [](auto& c) { c.implementation = "nonsense"; });
-  refuses("prefill_kernel", [](auto& c) { c.prefill_kernel = DsaKernel::kOneShotMha; });
+  refuses("prefill_implementation", [](auto& c) { c.prefill_implementation = "one_shot_mha"; });
   refuses(
-      "prefill_kernel", [](auto& c) { c.prefill_kernel = DsaKernel::kContiguousBf16; },
+      "prefill_implementation", [](auto& c) { c.prefill_implementation = "contiguous_bf16"; },
       ErrorCode::kUnsupported);  // with deterministic
 }
 

@@ -334,7 +334,7 @@ TEST(DsaBackendKernels, ContiguousRowsEqualTheCacheReadDirectly) {
   DsaConfig config = DsaRig::small_config(4, RowFormat::kV32);
   config.deterministic = false;
   DsaRig direct(config, 1);
-  config.prefill_kernel = DsaKernel::kContiguousBf16;
+  config.prefill_implementation = "contiguous_bf16";
   for (const bool fuse : {true, false}) {
     config.fuse_transform = fuse;
     DsaRig contiguous(config, 2);
@@ -365,7 +365,7 @@ TEST(DsaBackendKernels, ContiguousRowsEqualTheCacheReadDirectly) {
 TEST(DsaBackendKernels, FreshRowsAreNotQuantised) {
   DsaConfig config = DsaRig::small_config(4, RowFormat::kV32);
   config.deterministic = false;
-  config.prefill_kernel = DsaKernel::kContiguousBf16;
+  config.prefill_implementation = "contiguous_bf16";
   config.extend_kv_source = ExtendKvSource::kFresh;
   DsaRig fresh(config, 1);
   fresh.step(kExtend, {{0, 20}, {1, 9}});

@@ -72,7 +72,7 @@ TEST(DsaDispatch, TransformFollowsModeCacheAndKernel) {
         for (const bool one_shot : {false, true}) {
           DsaConfig config = loose_config();
           config.row_format = format;
-          config.prefill_kernel = preferred;
+          config.prefill_implementation = to_string(preferred);
           DsaBatchFacts facts = short_batch();
           facts.mode = mode;
           facts.mha_inputs = one_shot;
@@ -90,7 +90,7 @@ TEST(DsaDispatch, TransformFollowsModeCacheAndKernel) {
 
 TEST(DsaDispatch, TheContiguousKernelNeedsAKnownBound) {
   DsaConfig config = loose_config();
-  config.prefill_kernel = DsaKernel::kContiguousBf16;
+  config.prefill_implementation = "contiguous_bf16";
   DsaBatchFacts facts = short_batch();
   facts.mha_inputs = false;
   facts.sum_kv_len = 21;
@@ -107,7 +107,7 @@ TEST(DsaDispatch, FreshRowsNeedTheContiguousKernelAndNoPrefix) {
   DsaBatchFacts facts = short_batch();
   facts.mha_inputs = false;
   EXPECT_FALSE(dsa_dispatch(config, Device::cpu(1), facts).fresh_kv);
-  config.prefill_kernel = DsaKernel::kContiguousBf16;
+  config.prefill_implementation = "contiguous_bf16";
   EXPECT_TRUE(dsa_dispatch(config, Device::cpu(1), facts).fresh_kv);
   facts.has_prefix = true;
   EXPECT_FALSE(dsa_dispatch(config, Device::cpu(1), facts).fresh_kv);
