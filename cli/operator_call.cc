@@ -155,6 +155,16 @@ TensorView OperatorCall::update(const std::string& name, const std::string& decl
   return outputs_.add_copy(name, in(name, declaration));
 }
 
+void OperatorCall::plan_host_function() {
+  refuse_unknown_names();
+  choice_.name = kHostFunction;
+}
+
+void OperatorCall::out_list(const std::string& name, std::span<const int32_t> values) {
+  const TensorView tensor = outputs_.add(name, DType::kI32, {static_cast<int64_t>(values.size())});
+  std::copy(values.begin(), values.end(), static_cast<int32_t*>(tensor.data));
+}
+
 int64_t OperatorCall::extent(const std::string& axis) const {
   const auto found = axes_.find(axis);
   if (found == axes_.end()) {

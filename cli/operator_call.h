@@ -5,6 +5,7 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -16,6 +17,9 @@
 #include "fovea/tensor.h"
 
 namespace fovea::cli {
+
+/// Named instead of an implementation where an operator is one function of host values.
+inline constexpr char kHostFunction[] = "host";
 
 /// Maps tensors and parameters by name to the structs of an operator, so that a binding reads like
 /// its row of docs/run.md:
@@ -91,6 +95,12 @@ class OperatorCall {
     choice_ = result.implementation();
     return result;
   }
+
+  /// Instead of plan(), for functions of host values that have no implementations to choose from.
+  void plan_host_function();
+
+  /// A result of a host function as an i32 output [values.size()].
+  void out_list(const std::string& name, std::span<const int32_t> values);
 
   template <class Op>
   void run(const Op& plan, const typename Op::Tensors& tensors) const {

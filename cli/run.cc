@@ -25,6 +25,10 @@ void check_implementation(const std::string& op, const std::string& name) {
       known += (known.empty() ? "" : ", ") + entry.name;
     }
   }
+  if (known.empty()) {
+    throw UsageError(
+        fmt::format("{} is a function of host values, without implementations to choose from", op));
+  }
   throw UsageError(fmt::format("{} has no implementation '{}'; it has: {}", op, name, known));
 }
 
@@ -58,17 +62,12 @@ void print_result(const RunOptions& options, const OperatorCall& call, const Ten
 
 const std::vector<Binding>& bindings() {
   static const std::vector<Binding> list = {
-      {"index_logits", run_index_logits},
-      {"index_quantize", run_index_quantize},
-      {"index_select", run_index_select},
-      {"merge_lse", run_merge_lse},
-      {"metadata_refresh", run_metadata_refresh},
-      {"mha_varlen", run_mha_varlen},
-      {"pack_rows", run_pack_rows},
-      {"paged_schedule", run_paged_schedule},
-      {"sparse_mla", run_sparse_mla},
-      {"topk_select", run_topk_select},
-      {"unpack_rows", run_unpack_rows},
+      {"context_split", run_context_split},   {"index_logits", run_index_logits},
+      {"index_quantize", run_index_quantize}, {"index_select", run_index_select},
+      {"merge_lse", run_merge_lse},           {"metadata_refresh", run_metadata_refresh},
+      {"mha_varlen", run_mha_varlen},         {"pack_rows", run_pack_rows},
+      {"paged_schedule", run_paged_schedule}, {"sparse_mla", run_sparse_mla},
+      {"topk_select", run_topk_select},       {"unpack_rows", run_unpack_rows},
   };
   return list;
 }

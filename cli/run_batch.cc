@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <span>
 
 #include "cli/run_bindings.h"
+#include "fovea/context_split.h"
 #include "fovea/metadata.h"
 
 namespace fovea::cli {
@@ -88,6 +90,15 @@ void make_fields(OperatorCall& call, const MetadataProblem& problem, MetadataFie
   }
 }
 
+// A parameter that the library takes as int.
+int int_param(OperatorCall& call, const std::string& name) {
+  const int64_t value = call.integer(name);
+  if (value < std::numeric_limits<int>::min() || value > std::numeric_limits<int>::max()) {
+    call.refuse("params." + name + " = " + std::to_string(value) + " is not an int32");
+  }
+  return static_cast<int>(value);
+}
+
 }  // namespace
 
 void run_metadata_refresh(OperatorCall& call) {
@@ -148,6 +159,46 @@ void run_paged_schedule(OperatorCall& call) {
   const PagedSchedule plan = call.plan<PagedSchedule>(problem);
   tensors.schedule = call.out("schedule", "i32 [workers+1, 2]");
   call.run(plan, tensors);
+}
+
+void run_context_split(OperatorCall& call) {
+  const auto lengths = [&](const ConstTensorView& tensor) {
+    return std::span<const int32_t>(values(tensor), static_cast<size_t>(call.extent("R")));
+  };
+  const auto seq_len = lengths(call.in("seq_len", "i32 [R]"));
+  const auto ext_len = lengths(call.in("ext_len", "i32 [R]"));
+  const ConstTensorView prefix_len = call.opt("prefix_len", "i32 [R]");
+  ContextSplitProblem problem;
+  problem.scheme = call.choice<ContextScheme>(
+      "scheme", {{"round_robin", ContextScheme::kRoundRobin}, {"zigzag", ContextScheme::kZigzag}});
+  problem.extend_kv_source = call.choice<ExtendKvSource>(
+      "extend_kv_source", {{"cache", ExtendKvSource::kCache}, {"fresh", ExtendKvSource::kFresh}},
+      ExtendKvSource::kCache);
+  problem.ranks = int_param(call, "ranks");
+  problem.rank = int_param(call, "rank");
+  call.plan_host_function();
+  const ContextSplit split = context_split(problem, seq_len, ext_len);
+  for (size_t i = 0; prefix_len.defined() && i < seq_len.size(); ++i) {
+    if (values(prefix_len)[i] == seq_len[i] - ext_len[i]) continue;
+    call.refuse("request " + std::to_string(i) +
+                ": prefix_len = " + std::to_string(values(prefix_len)[i]) +
+                ", expected seq_len - ext_len = " + std::to_string(seq_len[i] - ext_len[i]));
+  }
+  call.out_list("rank_rows", split.rank_rows);
+  call.out_list("row_len", split.row_len);
+  call.out_list("kv_len", split.kv_len);
+  if (problem.scheme == ContextScheme::kZigzag) {
+    call.out_list("block_len", split.block_len);
+    return;
+  }
+  call.out_list("selected", split.selected);
+  call.out_list("ext_len", split.ext_len);
+  call.out_list("kv_indptr", split.kv_indptr);
+  call.out_list("q_indptr", split.q_indptr);
+  call.out_list("k_start", split.k_start);
+  call.out_list("k_end", split.k_end);
+  call.out_list("row_to_request", split.row_to_request);
+  call.out_list("row_offset", split.row_offset);
 }
 
 }  // namespace fovea::cli

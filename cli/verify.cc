@@ -24,7 +24,8 @@ struct Target {
 };
 
 std::string isa_name(const Target& target) {
-  return target.implementation == "ref" ? "any" : std::string(to_string(target.isa));
+  const bool any = target.implementation == "ref" || target.implementation == kHostFunction;
+  return any ? "any" : std::string(to_string(target.isa));
 }
 
 // One line of the table.
@@ -183,10 +184,14 @@ std::vector<Row> verify_operator(const VerifyOperator& op, const VerifyOptions& 
   std::vector<TensorMap> references;
   references.reserve(cases.size());
   for (const VerifyCase& verify_case : cases) {
-    references.push_back(run_case(op, verify_case, "ref", 1));
+    references.push_back(op.reference != nullptr ? op.reference(verify_case)
+                                                 : run_case(op, verify_case, "ref", 1));
   }
   std::vector<GoldenCase> golden = read_golden(golden_folder, op.op);
   std::vector<Row> rows;
+  if (op.reference != nullptr) {
+    rows.push_back(verify_target(op, {kHostFunction, best, ""}, cases, references, golden));
+  }
   for (const OperatorInfo& info : operators()) {
     if (info.name != op.op) continue;
     for (const Target& target : targets_of(info, best)) {

@@ -1,6 +1,8 @@
 // fovea verify: problems of the room batch.
 
 #include <algorithm>
+#include <map>
+#include <set>
 
 #include "cli/verify_cases.h"
 
@@ -97,11 +99,129 @@ std::vector<VerifyCase> make_schedule_cases(uint64_t seed) {
   return cases;
 }
 
+VerifyCase make_split_case(const std::string& name, const std::vector<int32_t>& prefix_len,
+                           const std::vector<int32_t>& ext_len, int ranks, int rank,
+                           const std::string& source, uint64_t seed) {
+  CaseBuilder builder(name + "_" + std::to_string(rank) + "of" + std::to_string(ranks), seed);
+  std::vector<int32_t> seq_len = ext_len;
+  for (size_t i = 0; i < seq_len.size(); ++i) seq_len[i] += prefix_len[i];
+  builder.list("seq_len", seq_len).list("ext_len", ext_len).list("prefix_len", prefix_len);
+  builder.param("ranks", ranks).param("rank", rank);
+  if (!source.empty()) builder.param("extend_kv_source", source);
+  return builder.param("scheme", source.empty() ? "zigzag" : "round_robin").take();
+}
+
+std::vector<VerifyCase> make_split_cases(uint64_t seed) {
+  CaseRandom random(seed);
+  std::vector<VerifyCase> cases;
+  for (const int ranks : {1, 2, 3, 4, 8}) {
+    std::vector<int32_t> prefix_len, ext_len;
+    for (int i = 0; i < 5; ++i) {
+      prefix_len.push_back(static_cast<int32_t>(random.integer(0, 40)));
+      ext_len.push_back(static_cast<int32_t>(random.integer(0, 6)));
+    }
+    const auto rows = static_cast<int32_t>(random.integer(2 * ranks, 50));
+    for (const int rank : std::set{0, ranks / 2, ranks - 1}) {
+      cases.push_back(make_split_case("cache", prefix_len, ext_len, ranks, rank, "cache", seed));
+      cases.push_back(make_split_case("fresh", prefix_len, ext_len, ranks, rank, "fresh", seed));
+      cases.push_back(make_split_case("few", {3}, {2}, ranks, rank, "cache", seed));
+      cases.push_back(make_split_case("empty", {}, {}, ranks, rank, "fresh", seed));
+      cases.push_back(make_split_case("zigzag", {9}, {rows}, ranks, rank, "", seed));
+    }
+  }
+  return cases;
+}
+
+// A split row by row: every row of the batch is asked where it belongs.
+struct SplitWalk {
+  std::map<std::string, std::vector<int32_t>> arrays;
+
+  std::vector<int32_t>& operator[](const std::string& name) { return arrays[name]; }
+  void add_row(int64_t row, int64_t position) {
+    arrays["rank_rows"].push_back(static_cast<int32_t>(row));
+    arrays["row_len"].push_back(static_cast<int32_t>(position + 1));
+  }
+};
+
+void walk_round_robin(const std::vector<int32_t>& prefix_len, const std::vector<int32_t>& ext_len,
+                      int64_t ranks, int64_t rank, bool is_fresh, SplitWalk* walk) {
+  SplitWalk& out = *walk;
+  for (const char* name : {"rank_rows", "row_len", "selected", "ext_len", "kv_len", "k_start",
+                           "k_end", "row_to_request", "row_offset"}) {
+    out[name] = {};
+  }
+  out["kv_indptr"] = out["q_indptr"] = {0};
+  int64_t row = 0;
+  int32_t all_keys = 0, selected_keys = 0;
+  for (size_t i = 0; i < ext_len.size(); ++i) {
+    const int32_t request = static_cast<int32_t>(out["selected"].size());
+    int32_t count = 0;
+    for (int32_t k = 0; k < ext_len[i]; ++k, ++row) {
+      if (row % ranks != rank) continue;
+      ++count;
+      out.add_row(row, prefix_len[i] + k);
+      out["k_start"].push_back(selected_keys);
+      out["k_end"].push_back(selected_keys + prefix_len[i] + k + 1);
+      out["row_to_request"].push_back(request);
+      out["row_offset"].push_back(is_fresh ? all_keys : selected_keys);
+    }
+    all_keys += prefix_len[i] + ext_len[i];
+    if (count == 0) continue;
+    selected_keys += prefix_len[i] + ext_len[i];
+    out["selected"].push_back(static_cast<int32_t>(i));
+    out["ext_len"].push_back(count);
+    out["kv_len"].push_back(prefix_len[i] + ext_len[i]);
+    out["kv_indptr"].push_back(selected_keys);
+    out["q_indptr"].push_back(out["q_indptr"].back() + count);
+  }
+}
+
+void walk_zigzag(int32_t prefix_len, int32_t ext_len, int64_t ranks, int64_t rank,
+                 SplitWalk* walk) {
+  SplitWalk& out = *walk;
+  int32_t row = 0;
+  for (int64_t block = 0; block < 2 * ranks; ++block) {
+    const auto len = static_cast<int32_t>(ext_len / (2 * ranks) + (block < ext_len % (2 * ranks)));
+    out["block_len"].push_back(len);
+    const bool is_mine = block == rank || block == 2 * ranks - 1 - rank;
+    for (int32_t k = 0; k < len; ++k, ++row) {
+      if (is_mine) out.add_row(row, prefix_len + row);
+    }
+    if (is_mine) out["kv_len"].push_back(prefix_len + row);
+  }
+}
+
+TensorMap walk_split(const VerifyCase& verify_case) {
+  const auto list = [&](const std::string& name) {
+    const ConstTensorView tensor = verify_case.inputs.find(name);
+    const auto* data = static_cast<const int32_t*>(tensor.data);
+    return std::vector<int32_t>(data, data + tensor.num_elements());
+  };
+  const Json& params = verify_case.params;
+  const int64_t ranks = params.find("ranks")->as_integer();
+  const int64_t rank = params.find("rank")->as_integer();
+  const std::vector<int32_t> prefix_len = list("prefix_len"), ext_len = list("ext_len");
+  SplitWalk walk;
+  if (params.find("scheme")->as_string() == "zigzag") {
+    walk_zigzag(prefix_len[0], ext_len[0], ranks, rank, &walk);
+  } else {
+    const bool is_fresh = params.find("extend_kv_source")->as_string() == "fresh";
+    walk_round_robin(prefix_len, ext_len, ranks, rank, is_fresh, &walk);
+  }
+  TensorMap outputs;
+  for (const auto& [name, values] : walk.arrays) {
+    const TensorView tensor = outputs.add(name, DType::kI32, {static_cast<int64_t>(values.size())});
+    std::copy(values.begin(), values.end(), static_cast<int32_t*>(tensor.data));
+  }
+  return outputs;
+}
+
 }  // namespace
 
 void add_verify_batch(std::vector<VerifyOperator>& list) {
   list.push_back({"metadata_refresh", make_metadata_cases, {}, normalise_metadata});
   list.push_back({"paged_schedule", make_schedule_cases, {}, nullptr});
+  list.push_back({"context_split", make_split_cases, {}, nullptr, walk_split});
 }
 
 }  // namespace fovea::cli

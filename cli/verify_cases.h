@@ -32,6 +32,8 @@ struct VerifyOperator {
   /// Brings any implementation's outputs into comparable form: elements that the operator leaves
   /// unspecified become zero, codes become the values that they stand for. Null: they are.
   void (*normalise)(const TensorMap& inputs, const Json& params, TensorMap& outputs);
+  /// The expected outputs of a host function, which has no implementation "ref". Null: it has.
+  TensorMap (*reference)(const VerifyCase& verify_case) = nullptr;
 };
 
 /// Every operator, in the order of the rooms.

@@ -250,6 +250,47 @@ def batch_cases(folder, rng):
     for case, lengths, workers in (("example", [1000, 300, 700], 4), ("mixed", [0, 5000, -3, 1, 256, 257, 0], 5), ("empty", [0, 0], 3)):
         expected = {"schedule": schedule_of(lengths, workers)}
         write(folder, "paged_schedule", case, {"workers": workers}, {"row_len": i32(lengths)}, expected)
+    split_cases(folder)
+
+
+def split_round_robin(seq_len, ext, ranks, rank, source):
+    rows = [(r, seq_len[r] - ext[r] + i) for r in range(len(ext)) for i in range(ext[r])]
+    mine = [(g, r, position) for g, (r, position) in enumerate(rows) if g % ranks == rank]
+    selected = sorted({r for _, r, _ in mine})
+    lengths, counts = [seq_len[r] for r in selected], [sum(r == s for _, r, _ in mine) for s in selected]
+    starts, all_starts = cumulative(lengths), cumulative(seq_len)
+    k_start = i32([starts[selected.index(r)] for _, r, _ in mine])
+    return {
+        "rank_rows": i32([g for g, _, _ in mine]), "row_len": i32([position + 1 for _, _, position in mine]),
+        "selected": i32(selected), "ext_len": i32(counts), "kv_len": i32(lengths), "kv_indptr": starts,
+        "q_indptr": cumulative(counts), "k_start": k_start, "k_end": i32([k + p + 1 for k, (_, _, p) in zip(k_start, mine)]),
+        "row_to_request": i32([selected.index(r) for _, r, _ in mine]),
+        "row_offset": i32([all_starts[r] for _, r, _ in mine]) if source == "fresh" else k_start,
+    }  # fmt: skip
+
+
+def split_zigzag(seq_len, ext, ranks, rank):
+    blocks = np.array_split(np.arange(ext), 2 * ranks)
+    mine = (blocks[rank], blocks[2 * ranks - 1 - rank])
+    rows, prefix = np.concatenate(mine), seq_len - ext
+    return {
+        "rank_rows": i32(rows), "row_len": i32(prefix + rows + 1), "block_len": i32([len(block) for block in blocks]),
+        "kv_len": i32([prefix + block[-1] + 1 for block in mine]),
+    }  # fmt: skip
+
+
+def split_cases(folder):
+    prefix, ext = [7, 0, 90, 3, 0], [3, 1, 6, 0, 7]
+    seq_len = [p + n for p, n in zip(prefix, ext)]
+    inputs = {"seq_len": i32(seq_len), "ext_len": i32(ext), "prefix_len": i32(prefix)}
+    for source, rank in (("cache", 0), ("cache", 3), ("fresh", 2)):
+        params = {"ranks": 4, "rank": rank, "scheme": "round_robin", "extend_kv_source": source}
+        expected = split_round_robin(seq_len, ext, 4, rank, source)
+        write(folder, "context_split", f"round_robin-{source}-{rank}", params, inputs, expected)
+    for rank in (0, 2):
+        params = {"ranks": 3, "rank": rank, "scheme": "zigzag"}
+        inputs = {"seq_len": i32([120]), "ext_len": i32([20])}
+        write(folder, "context_split", f"zigzag-{rank}", params, inputs, split_zigzag(120, 20, 3, rank))
 
 
 # ---- index ----------------------------------------------------------------------------------------------------------

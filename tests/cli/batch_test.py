@@ -151,3 +151,62 @@ class ScheduleTest(CommandLineTest):
 
     def test_an_output_out_of_proportion_is_refused(self):
         self.expect_refused("paged_schedule", {"row_len": i32(1)}, {"workers": 1 << 46}, "workers")
+
+
+class ContextSplitTest(CommandLineTest):
+    ROUND_ROBIN = ["rank_rows", "row_len", "selected", "ext_len", "kv_len", "kv_indptr", "q_indptr", "k_start", "k_end",
+                   "row_to_request", "row_offset"]  # fmt: skip
+
+    def split(self, seq_len, ext_len, params, **tensors):
+        inputs = {"seq_len": i32(*seq_len), "ext_len": i32(*ext_len)} | tensors
+        result, out = self.run_operator("context_split", inputs, params)
+        self.expect(result, 0, "context_split: implementation host")
+        return {name: list(tensor.values) for name, tensor in out.items()}
+
+    def round_robin(self, ext_len, ranks, rank, **params):
+        return self.split(ext_len, ext_len, {"ranks": ranks, "rank": rank, "scheme": "round_robin"} | params)
+
+    def test_the_example_of_two_ranks(self):
+        out = self.round_robin([5, 3], 2, 1)
+        self.assertEqual(out, {
+            "rank_rows": [1, 3, 5, 7], "row_len": [2, 4, 1, 3], "selected": [0, 1], "ext_len": [2, 2], "kv_len": [5, 3],
+            "kv_indptr": [0, 5, 8], "q_indptr": [0, 2, 4], "k_start": [0, 0, 5, 5], "k_end": [2, 4, 6, 8],
+            "row_to_request": [0, 0, 1, 1], "row_offset": [0, 0, 5, 5]})  # fmt: skip
+
+    def test_fresh_keys_are_those_of_all_requests(self):
+        self.assertEqual(self.round_robin([1, 1, 3], 4, 0)["row_offset"], [0, 1])
+        self.assertEqual(self.round_robin([1, 1, 3], 4, 0, extend_kv_source="fresh")["row_offset"], [0, 2])
+
+    def test_a_rank_without_rows(self):
+        out = self.round_robin([1], 4, 2)
+        self.assertEqual(out, {name: [0] if name in ("kv_indptr", "q_indptr") else [] for name in self.ROUND_ROBIN})
+
+    def test_zigzag(self):
+        out = self.split([10], [10], {"ranks": 2, "rank": 0, "scheme": "zigzag"})
+        self.assertEqual(out, {"rank_rows": [0, 1, 2, 8, 9], "row_len": [1, 2, 3, 9, 10], "block_len": [3, 3, 2, 2],
+                               "kv_len": [3, 10]})  # fmt: skip
+
+    def test_the_prefix_may_be_given_and_must_agree(self):
+        params = {"ranks": 2, "rank": 0, "scheme": "round_robin"}
+        self.assertEqual(self.split([9], [2], params, prefix_len=i32(7))["row_len"], [8])
+        inputs = {"seq_len": i32(4, 9), "ext_len": i32(4, 2), "prefix_len": i32(0, 6)}
+        self.expect_refused("context_split", inputs, params, "request 1: prefix_len = 6, expected seq_len - ext_len = 7")
+
+    def test_what_is_refused(self):
+        inputs = {"seq_len": i32(9), "ext_len": i32(2)}
+        good = {"ranks": 2, "rank": 0, "scheme": "round_robin"}
+        cases = [
+            ({"ranks": 0}, "ranks = 0"),
+            ({"ranks": 1 << 33}, "params.ranks"),
+            ({"rank": 2}, "rank = 2, expected 0..1"),
+            ({"scheme": "stripes"}, "params.scheme"),
+            ({"scheme": "zigzag"}, "zigzag over 2 ranks with 2 rows"),
+            ({"extend_kv_source": "disk"}, "params.extend_kv_source"),
+            ({"topk": 4}, "unknown parameter 'topk'"),
+        ]
+        for change, fragment in cases:
+            self.expect_refused("context_split", inputs, good | change, fragment)
+        self.expect_refused("context_split", {"seq_len": i32(9), "ext_len": i32(10)}, good, "request 0: seq_len = 9")
+        self.expect_refused("context_split", inputs | {"pool_row": i32(0)}, good, "unknown tensor 'pool_row'")
+        result, _ = self.run_operator("context_split", inputs, good, ["--impl", "ref"])
+        self.expect(result, 2, "without implementations to choose from")
