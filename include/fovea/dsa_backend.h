@@ -104,7 +104,7 @@ struct ForwardBatch {
   /// ext_len behave as padding.
   int64_t num_rows = 0;
   int64_t padded_rows = 0;  ///< T; 0: E
-  /// Optional host copies; the skip rule and one-shot need them. In kExtend and kMixed both or
+  /// Optional host copies; the skip rule and one-shot need them. Where ext_len is read, both or
   /// none.
   std::span<const int32_t> host_seq_len;
   std::span<const int32_t> host_ext_len;

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "fovea/metadata.h"
+#include "src/batch/forward_modes.h"
 
 /// The implementations of metadata_refresh, and the extents of their outputs.
 namespace fovea::internal {
@@ -14,15 +15,6 @@ void metadata_refresh_ref(const MetadataProblem& problem, const Device& device,
 void metadata_refresh_cpu(const MetadataProblem& problem, const Device& device,
                           const MetadataTensors& tensors, Workspace workspace);
 
-inline bool is_extend(ForwardMode mode) {
-  return mode == ForwardMode::kExtend || mode == ForwardMode::kMixed;
-}
-inline bool is_decode(ForwardMode mode) {
-  return mode == ForwardMode::kDecode || mode == ForwardMode::kIdle;
-}
-inline bool reads_ext_len(ForwardMode mode) {
-  return is_extend(mode) || mode == ForwardMode::kDraftExtend;
-}
 inline bool has_row_offset(const MetadataProblem& problem) {
   return is_extend(problem.mode) && problem.transform == IndexTransform::kRagged;
 }

@@ -13,6 +13,7 @@
 #include "fovea/mha_varlen.h"
 #include "fovea/row_codec.h"
 #include "fovea/sparse_mla.h"
+#include "src/batch/forward_modes.h"
 #include "src/core/access.h"
 #include "src/core/check.h"
 #include "src/core/log.h"
@@ -38,12 +39,23 @@ MetadataProblem metadata_problem(const DsaConfig& config, ForwardMode mode) {
   problem.max_requests = config.max_requests;
   problem.max_rows = config.max_rows;
   problem.table_width = config.table_width;
+  problem.rows_per_request = config.rows_per_request;
   problem.topk = config.topk;
   problem.page_size = config.page_size;
   // row_offset costs one array and is then there for the contiguous kernel.
-  problem.transform =
-      mode == ForwardMode::kExtend ? IndexTransform::kRagged : IndexTransform::kPaged;
+  problem.transform = internal::is_extend(mode) ? IndexTransform::kRagged : IndexTransform::kPaged;
   return problem;
+}
+
+std::vector<MetadataRefresh> refresh_plans_of_all_modes(const DsaConfig& config,
+                                                        const Device& device,
+                                                        const Options& options) {
+  std::vector<MetadataRefresh> plans;
+  for (int i = 0; internal::is_known(static_cast<ForwardMode>(i)); ++i) {
+    const MetadataProblem problem = metadata_problem(config, static_cast<ForwardMode>(i));
+    plans.push_back(MetadataRefresh::plan(problem, device, options));
+  }
+  return plans;
 }
 
 RowCodecProblem codec_problem(const DsaConfig& config, int64_t max_rows) {
@@ -122,6 +134,7 @@ struct StepBuffers {
   TensorView selection;                    // result of the indexer
   TensorView slots;                        // without fuse_transform: the mapped selection
   TensorView contiguous_slots, contiguous_rows;
+  TensorView store_slots;  // out_cache_loc without the rows of no request
 
   StepBuffers(const DsaConfig& config, Workspace memory, size_t* bytes) {
     internal::WorkspaceCutter cutter(memory);
@@ -146,7 +159,7 @@ struct StepBuffers {
     fields.k_start = array(DType::kI32, {rows});
     fields.k_end = array(DType::kI32, {rows});
     fields.row_offset = array(DType::kI32, {rows});
-    fields.schedule = array(DType::kI32, {metadata_problem(config, {}).workers + 1, 2});
+    fields.schedule = array(DType::kI32, {MetadataProblem{}.workers + 1, 2});
     q_fp8 = array(DType::kU8, {rows, config.index_heads, config.index_dim});
     q_scale = array(DType::kF32, {rows, config.index_heads});
     head_weight = array(DType::kF32, {rows, config.index_heads});
@@ -158,6 +171,7 @@ struct StepBuffers {
       contiguous_slots = array(DType::kI32, {config.mha_chunk_capacity});
       contiguous_rows = array(DType::kBf16, {config.mha_chunk_capacity, kLatentWidth});
     }
+    store_slots = array(DType::kI32, {rows});
     *bytes = cutter.used_bytes();
   }
 };
@@ -168,7 +182,7 @@ struct DsaBackend::State {
   DsaConfig config;
   Device device;
   internal::OperatorOptions options;
-  MetadataRefresh refresh_extend, refresh_decode;
+  std::vector<MetadataRefresh> refresh_plans;  // by mode
   PackRows pack;
   std::optional<UnpackRows> unpack;
   IndexQuantize quantize;
@@ -199,8 +213,7 @@ struct DsaBackend::State {
   void timed(const char* name, internal::FunctionRef<std::string_view()> run,
              internal::FunctionRef<OperatorWork()> work);
   const AttentionPlans& attention_of(const DsaLayer& layer);
-  MetadataFields live_fields(const ForwardBatch& next, const internal::StepShape& next_shape,
-                             bool ragged) const;
+  MetadataFields live_fields(const ForwardBatch& next, const internal::StepShape& next_shape) const;
   void refresh(const ForwardBatch& next, const MetadataFields& next_fields);
 
   void store_rows(const DsaForwardTensors& tensors);
@@ -222,19 +235,16 @@ DsaBackend::State::State(const DsaConfig& config_in, const Device& device_in)
     : config((internal::check_dsa_config(config_in, device_in), config_in)),
       device(device_in),
       options(internal::kDsaOp, config.implementation),
-      refresh_extend(MetadataRefresh::plan(metadata_problem(config, ForwardMode::kExtend), device,
-                                           options("metadata_refresh"))),
-      refresh_decode(MetadataRefresh::plan(metadata_problem(config, ForwardMode::kDecode), device,
-                                           options("metadata_refresh"))),
+      refresh_plans(refresh_plans_of_all_modes(config, device, options("metadata_refresh"))),
       pack(PackRows::plan(codec_problem(config, config.max_rows), device, options("pack_rows"))),
       quantize(IndexQuantize::plan(quantize_problem(config), device, options("index_quantize"))),
       store(IndexStore::plan({config.max_rows, config.index_dim, config.page_size}, device,
                              options("index_store"))),
       select(IndexSelect::plan(select_problem(config, IndexTransform::kPaged), device,
                                options("index_select"))) {
-  size_t bytes = std::max({refresh_extend.workspace_bytes(), refresh_decode.workspace_bytes(),
-                           pack.workspace_bytes(), quantize.workspace_bytes(),
+  size_t bytes = std::max({pack.workspace_bytes(), quantize.workspace_bytes(),
                            store.workspace_bytes(), select.workspace_bytes()});
+  for (const auto& plan : refresh_plans) bytes = std::max(bytes, plan.workspace_bytes());
   if (config.prefill_implementation == "contiguous_bf16") {
     unpack = UnpackRows::plan(codec_problem(config, config.mha_chunk_capacity), device,
                               options("unpack_rows"));
@@ -336,8 +346,7 @@ std::string_view DsaBackend::State::run_next(const char* name, const Plan& faile
 
 // Arrays of rows take exactly E or T entries: what the device lengths say beyond that is cut.
 MetadataFields DsaBackend::State::live_fields(const ForwardBatch& next,
-                                              const internal::StepShape& next_shape,
-                                              bool extend) const {
+                                              const internal::StepShape& next_shape) const {
   const int64_t requests = next.seq_len.shape[0];
   const int64_t rows = next_shape.num_rows, padded = next_shape.padded_rows;
   const MetadataFields& all = buffers->fields;
@@ -350,11 +359,11 @@ MetadataFields DsaBackend::State::live_fields(const ForwardBatch& next,
   views.page_table = slice_rows(all.page_table, 0, requests);
   views.row_to_request = slice_rows(all.row_to_request, 0, padded);
   // One row per request: its length is the request's.
-  views.row_len = extend ? slice_rows(all.row_len, 0, rows) : views.kv_len;
+  views.row_len = internal::is_decode(next.mode) ? views.kv_len : slice_rows(all.row_len, 0, rows);
   views.topk_length = slice_rows(all.topk_length, 0, padded);
   views.topk_indptr = slice_rows(all.topk_indptr, 0, padded + 1);
   views.ext_len = slice_rows(all.ext_len, 0, requests);
-  if (extend) {
+  if (internal::is_extend(next.mode)) {
     views.k_start = slice_rows(all.k_start, 0, rows);
     views.k_end = slice_rows(all.k_end, 0, rows);
     views.row_offset = slice_rows(all.row_offset, 0, rows);
@@ -371,8 +380,7 @@ void DsaBackend::State::refresh(const ForwardBatch& next, const MetadataFields& 
   tensors.req_to_token = next.req_to_token;
   tensors.ext_len = next.ext_len;
   tensors.steps[0] = next_fields;
-  const bool extend = next.ext_len.defined();
-  call("metadata_refresh", extend ? refresh_extend : refresh_decode, tensors,
+  call("metadata_refresh", refresh_plans[static_cast<size_t>(next.mode)], tensors,
        [&] { return internal::metadata_work(config, next_fields); });
 }
 
@@ -401,7 +409,8 @@ void DsaBackend::State::quantize_index(const DsaForwardTensors& tensors, bool sc
 }
 
 void DsaBackend::State::store_rows(const DsaForwardTensors& tensors) {
-  const ConstTensorView slots = live(batch.out_cache_loc);
+  const ConstTensorView slots = batch.mode == ForwardMode::kDraftExtend ? live(buffers->store_slots)
+                                                                        : live(batch.out_cache_loc);
   if (tensors.k.defined()) {
     call("pack_rows", pack, {live(tensors.k), slots, tensors.kv_pool},
          [&] { return internal::pack_rows_work(config, shape.num_rows); });
@@ -528,17 +537,22 @@ DsaBackend& DsaBackend::operator=(DsaBackend&&) noexcept = default;
 void DsaBackend::begin_step(const ForwardBatch& batch) {
   State& state = *state_;
   internal::check_forward_batch(state.config, batch);
-  const DsaBatchFacts facts = internal::batch_facts(batch);
+  const DsaBatchFacts facts = internal::batch_facts(state.config, batch);
   const DsaDispatch dispatch = dsa_dispatch(state.config, state.device, facts);
   const internal::StepShape shape{batch.num_rows, std::max(batch.num_rows, batch.padded_rows),
                                   facts.sum_kv_len};
-  const MetadataFields fields = state.live_fields(batch, shape, batch.ext_len.defined());
+  const MetadataFields fields = state.live_fields(batch, shape);
   state.refresh(batch, fields);
   state.batch = batch;
   state.dispatch = dispatch;
   state.shape = shape;
   state.fields = fields;
   if (dispatch.transform != IndexTransform::kRagged) state.fields.row_offset = {};
+  if (batch.mode == ForwardMode::kDraftExtend) {
+    // num_rows may be a bound: what lies behind the last request must not be stored.
+    internal::mask_slots(fields.row_to_request, batch.out_cache_loc,
+                         state.live(state.buffers->store_slots));
+  }
   state.begun = true;
 }
 

@@ -1,9 +1,11 @@
 #include "src/serving/dsa_checks.h"
 
+#include <algorithm>
 #include <bit>
 #include <limits>
 #include <string>
 
+#include "src/batch/forward_modes.h"
 #include "src/core/check.h"
 #include "src/serving/dsa_shapes.h"
 
@@ -12,48 +14,97 @@ namespace {
 
 constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 
-bool is_extend(ForwardMode mode) {
-  return mode == ForwardMode::kExtend || mode == ForwardMode::kMixed;
-}
-
 [[noreturn]] void bad_request(size_t request, const std::string& what) {
   invalid(kDsaOp, "request " + std::to_string(request) + ": " + what);
 }
 
+std::string in_mode(ForwardMode mode) { return " in mode " + std::string(to_string(mode)); }
+
+// Rows of every request; 0 where ext_len says.
+int64_t fixed_rows(const DsaConfig& config, ForwardMode mode) {
+  if (is_decode(mode)) return 1;
+  return reads_ext_len(mode) ? 0 : config.rows_per_request;
+}
+
+// From seq_len to the KV length.
+int64_t length_addend(const DsaConfig& config, ForwardMode mode) {
+  return mode == ForwardMode::kTargetVerify ? config.rows_per_request : 0;
+}
+
+// Rows of one request on the host, checked.
+int64_t host_rows(const DsaConfig& config, const ForwardBatch& batch, size_t request) {
+  const int64_t fixed = fixed_rows(config, batch.mode);
+  const int64_t rows = batch.host_ext_len.empty() ? fixed : batch.host_ext_len[request];
+  const int64_t most =
+      batch.mode == ForwardMode::kDraftExtend ? config.rows_per_request : config.max_rows;
+  std::string expected;
+  if (fixed > 0 && rows != fixed)
+    expected = std::to_string(fixed);
+  else if (rows < 0)
+    expected = ">= 0";
+  else if (rows > most)
+    expected = "at most " + std::to_string(most);
+  if (!expected.empty()) {
+    bad_request(request, "host_ext_len = " + std::to_string(rows) + ", expected " + expected +
+                             in_mode(batch.mode));
+  }
+  return rows;
+}
+
+void check_host_length(const DsaConfig& config, const ForwardBatch& batch, size_t request,
+                       int64_t rows) {
+  const int64_t len = batch.host_seq_len[request];
+  const int64_t addend = length_addend(config, batch.mode);
+  if (len >= 0 && len + addend >= rows && len + addend <= config.table_width) return;
+  const std::string found = "host_seq_len = " + std::to_string(len);
+  if (len < 0) bad_request(request, found + ", expected >= 0");
+  if (len + addend < rows) {
+    bad_request(request, found + ", expected at least its " + std::to_string(rows) +
+                             " new rows; seq_len includes them" + in_mode(batch.mode));
+  }
+  bad_request(request,
+              found + (addend > 0 ? " plus " + std::to_string(addend) + " rows to verify" : "") +
+                  ", expected at most table_width = " + std::to_string(config.table_width));
+}
+
 void check_host_lengths(const DsaConfig& config, const ForwardBatch& batch) {
+  if (batch.host_seq_len.empty() && batch.host_ext_len.empty()) return;
   const auto requests = static_cast<size_t>(batch.seq_len.shape[0]);
-  const bool extend = is_extend(batch.mode);
   const auto check_size = [&](const char* name, size_t size) {
     if (size == requests) return;
     invalid(kDsaOp, std::string(name) + " has " + std::to_string(size) + " entries, expected " +
                         std::to_string(requests) + " (one per request)");
   };
-  if (batch.host_seq_len.empty() && batch.host_ext_len.empty()) return;
   check_size("host_seq_len", batch.host_seq_len.size());
-  if (extend || !batch.host_ext_len.empty()) {
+  if (reads_ext_len(batch.mode) || !batch.host_ext_len.empty()) {
     check_size("host_ext_len", batch.host_ext_len.size());
   }
-  int64_t rows = 0;
+  int64_t sum = 0;
   for (size_t r = 0; r < requests; ++r) {
-    const int64_t len = batch.host_seq_len[r];
-    const int64_t ext = batch.host_ext_len.empty() ? 1 : batch.host_ext_len[r];
-    if (ext < 0 || (!extend && ext != 1)) {
-      bad_request(r, "host_ext_len = " + std::to_string(ext) + ", expected " +
-                         (extend ? ">= 0" : "1 in mode " + std::string(to_string(batch.mode))));
-    }
-    if (len < ext) {
-      bad_request(r, "host_seq_len = " + std::to_string(len) + ", expected at least its " +
-                         std::to_string(ext) + " new rows; seq_len includes them");
-    }
-    if (len > config.table_width) {
-      bad_request(r, "host_seq_len = " + std::to_string(len) +
-                         ", expected at most table_width = " + std::to_string(config.table_width));
-    }
-    rows += ext;
+    const int64_t rows = host_rows(config, batch, r);
+    check_host_length(config, batch, r, rows);
+    sum += rows;
   }
-  if (rows != batch.num_rows) {
-    invalid(kDsaOp, "host_ext_len sums to " + std::to_string(rows) +
+  if (sum != batch.num_rows) {
+    invalid(kDsaOp, "host_ext_len sums to " + std::to_string(sum) +
                         ", expected num_rows = " + std::to_string(batch.num_rows));
+  }
+}
+
+// E against R, as far as the mode decides it.
+void check_row_count(const DsaConfig& config, const ForwardBatch& batch) {
+  const int64_t requests = batch.seq_len.shape[0];
+  const int64_t fixed = fixed_rows(config, batch.mode);
+  if (fixed > 0 && batch.num_rows != requests * fixed) {
+    invalid(kDsaOp, "num_rows = " + std::to_string(batch.num_rows) + ", expected " +
+                        std::to_string(fixed) + " for each of the " + std::to_string(requests) +
+                        " requests" + in_mode(batch.mode));
+  }
+  const int64_t most = requests * config.rows_per_request;
+  if (batch.mode == ForwardMode::kDraftExtend && batch.num_rows > most) {
+    invalid(kDsaOp, "num_rows = " + std::to_string(batch.num_rows) + ", expected at most " +
+                        std::to_string(requests) + " requests * rows_per_request = " +
+                        std::to_string(most) + in_mode(batch.mode));
   }
 }
 
@@ -123,6 +174,11 @@ void check_dsa_config(const DsaConfig& config, const Device& device) {
   check_range(kDsaOp, "max_requests", config.max_requests, 0, kMaxInt32 - 1);
   check_range(kDsaOp, "max_rows", config.max_rows, 0, kMaxInt32 - 1);
   check_range(kDsaOp, "table_width", config.table_width, 1, kMaxInt32);
+  check_range(kDsaOp, "rows_per_request", config.rows_per_request, 1, kMaxInt32);
+  if (config.draft_topk != 1) {
+    unsupported(kDsaOp, "draft_topk = " + std::to_string(config.draft_topk) +
+                            ", expected 1: drafts are chains, a draft tree is not supported");
+  }
   check_range(kDsaOp, "mha_chunk_capacity", config.mha_chunk_capacity, 0, kMaxInt32);
   check_range(kDsaOp, "logits_budget_bytes", config.logits_budget_bytes, 1,
               std::numeric_limits<int64_t>::max());
@@ -151,10 +207,9 @@ void check_dsa_config(const DsaConfig& config, const Device& device) {
 }
 
 void check_forward_batch(const DsaConfig& config, const ForwardBatch& batch) {
-  const bool extend = is_extend(batch.mode);
-  if (!extend && batch.mode != ForwardMode::kDecode && batch.mode != ForwardMode::kIdle) {
-    unsupported(kDsaOp, "mode = " + std::string(to_string(batch.mode)) +
-                            ", expected extend, mixed, decode or idle");
+  if (!is_known(batch.mode)) {
+    unsupported(kDsaOp, "mode = " + std::to_string(static_cast<int>(batch.mode)) +
+                            ", expected one of the seven forward modes");
   }
   check_tensor(kDsaOp, "seq_len", batch.seq_len, DType::kI32, {kAnyExtent});
   const int64_t requests = batch.seq_len.shape[0];
@@ -168,38 +223,30 @@ void check_forward_batch(const DsaConfig& config, const ForwardBatch& batch) {
     invalid(kDsaOp, "padded_rows = " + std::to_string(batch.padded_rows) +
                         ", expected 0 or at least num_rows = " + std::to_string(batch.num_rows));
   }
-  if (extend) {
+  if (reads_ext_len(batch.mode)) {
     check_tensor(kDsaOp, "ext_len", batch.ext_len, DType::kI32, {requests});
-  } else {
-    if (batch.ext_len.defined()) {
-      invalid(kDsaOp, "ext_len is given, but mode " + std::string(to_string(batch.mode)) +
-                          " has one row per request; leave it out");
-    }
-    if (batch.num_rows != requests) {
-      invalid(kDsaOp, "num_rows = " + std::to_string(batch.num_rows) +
-                          ", expected one row for each "
-                          "of the " +
-                          std::to_string(requests) + " requests in mode " +
-                          std::string(to_string(batch.mode)));
-    }
+  } else if (batch.ext_len.defined()) {
+    invalid(kDsaOp, "ext_len is given, but mode " + std::string(to_string(batch.mode)) +
+                        " has a fixed number of rows per request; leave it out");
   }
+  check_row_count(config, batch);
   const int64_t rows = std::max(batch.num_rows, batch.padded_rows);
   check_tensor(kDsaOp, "positions", batch.positions, DType::kI32, {rows});
   check_tensor(kDsaOp, "out_cache_loc", batch.out_cache_loc, DType::kI32, {rows});
   check_host_lengths(config, batch);
 }
 
-DsaBatchFacts batch_facts(const ForwardBatch& batch) {
+DsaBatchFacts batch_facts(const DsaConfig& config, const ForwardBatch& batch) {
   DsaBatchFacts facts;
   facts.mode = batch.mode;
   facts.num_rows = batch.num_rows;
   facts.mha_inputs = batch.mha_inputs;
   facts.has_host_lengths = batch.seq_len.shape[0] == 0 || !batch.host_seq_len.empty();
   for (size_t r = 0; r < batch.host_seq_len.size(); ++r) {
-    const int64_t len = batch.host_seq_len[r];
+    const int64_t len = batch.host_seq_len[r] + length_addend(config, batch.mode);
     facts.max_kv_len = std::max(facts.max_kv_len, len);
     facts.sum_kv_len += len;
-    if (!batch.host_ext_len.empty() && len > batch.host_ext_len[r]) facts.has_prefix = true;
+    if (len > host_rows(config, batch, r)) facts.has_prefix = true;
   }
   return facts;
 }

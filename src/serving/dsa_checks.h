@@ -16,7 +16,7 @@ void check_dsa_config(const DsaConfig& config, const Device& device);
 void check_forward_batch(const DsaConfig& config, const ForwardBatch& batch);
 
 /// The facts of a batch that passed check_forward_batch.
-DsaBatchFacts batch_facts(const ForwardBatch& batch);
+DsaBatchFacts batch_facts(const DsaConfig& config, const ForwardBatch& batch);
 
 /// What forward needs to know of the current step.
 struct StepShape {

@@ -1,4 +1,5 @@
 #include "fovea/dsa_backend.h"
+#include "src/batch/forward_modes.h"
 #include "src/core/check.h"
 
 namespace fovea {
@@ -6,14 +7,12 @@ namespace {
 
 constexpr char kOp[] = "dsa_dispatch";
 
-bool is_extend(ForwardMode mode) {
-  return mode == ForwardMode::kExtend || mode == ForwardMode::kMixed;
-}
+using internal::is_extend;
 
 void check_mode(ForwardMode mode) {
-  if (is_extend(mode) || mode == ForwardMode::kDecode || mode == ForwardMode::kIdle) return;
-  internal::unsupported(
-      kOp, "mode = " + std::string(to_string(mode)) + ", expected extend, mixed, decode or idle");
+  if (internal::is_known(mode)) return;
+  internal::unsupported(kOp, "mode = " + std::to_string(static_cast<int>(mode)) +
+                                 ", expected one of the seven forward modes");
 }
 
 // One conjunction: each condition that fails leaves its sentence.
@@ -87,7 +86,7 @@ DsaDispatch dsa_dispatch(const DsaConfig& config, const Device& device,
   check_mode(facts.mode);
   DsaDispatch dispatch;
   if (!is_extend(facts.mode)) {
-    dispatch.reasons.add("cache-direct: one row per request is scored and read in its pages");
+    dispatch.reasons.add("cache-direct: few rows per request are scored and read in their pages");
     return dispatch;
   }
   dispatch.skip_selection = facts.has_host_lengths && facts.max_kv_len <= config.topk;

@@ -79,6 +79,14 @@ void map_selection(const SelectionMap& map, const Device& device) {
   });
 }
 
+void mask_slots(const ConstTensorView& row_to_request, const ConstTensorView& slots,
+                const TensorView& store_slots) {
+  const auto request = access<const int32_t, 1>(row_to_request);
+  const auto in = access<const int32_t, 1>(slots);
+  const auto out = access<int32_t, 1>(store_slots);
+  for (int64_t row = 0; row < out.shape[0]; ++row) out(row) = request(row) < 0 ? -1 : in(row);
+}
+
 void list_slots(const ConstTensorView& page_table, const ConstTensorView& kv_indptr,
                 int64_t page_size, const TensorView& slots, const Device& device) {
   const auto pages = access<const int32_t, 2>(page_table);

@@ -26,6 +26,10 @@ struct SelectionMap {
 /// table, or on a negative page give -1 in their place; so does a request outside 0..R-1.
 void map_selection(const SelectionMap& map, const Device& device);
 
+/// Copies `slots` i32 [E] to `store_slots`, -1 for the rows of no request.
+void mask_slots(const ConstTensorView& row_to_request, const ConstTensorView& slots,
+                const TensorView& store_slots);
+
 /// Writes for each request r and position p < L the slot of that token at kv_indptr[r] + p, -1
 /// where the page is negative, in `slots` i32 [>= sum L]; entries past the sum are not written.
 void list_slots(const ConstTensorView& page_table, const ConstTensorView& kv_indptr,

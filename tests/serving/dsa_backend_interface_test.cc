@@ -60,6 +60,9 @@ TEST(DsaBackendConfig, RefusesFieldsByName) {
   refuses("max_rows", [](auto& c) { c.max_rows = -1; });
   refuses("max_requests", [](auto& c) { c.max_requests = int64_t{1} << 31; });
   refuses("table_width", [](auto& c) { c.table_width = 0; });
+  refuses("rows_per_request", [](auto& c) { c.rows_per_request = 0; });
+  refuses(
+      "draft_topk = 2", [](auto& c) { c.draft_topk = 2; }, ErrorCode::kUnsupported);
   refuses("logits_budget_bytes", [](auto& c) { c.logits_budget_bytes = 0; });
   refuses("mha_chunk_capacity", [](auto& c) { c.mha_chunk_capacity = -1; });
   refuses("implementation", [](auto& c) { c.implementation = "nonsense"; });
@@ -121,12 +124,10 @@ class DsaBackendBadInput : public testing::Test {
 };
 
 TEST_F(DsaBackendBadInput, ModesOutsideTheBackendAreNamed) {
-  for (const ForwardMode mode :
-       {ForwardMode::kTargetVerify, ForwardMode::kDraftExtend, ForwardMode::kDraftExtendV2}) {
-    refuses(
-        {"dsa_backend: mode", std::string(to_string(mode))},
-        [mode](auto& batch, auto&) { batch.mode = mode; }, kExtend, ErrorCode::kUnsupported);
-  }
+  refuses(
+      {"dsa_backend: mode = 7", "seven forward modes"},
+      [](auto& batch, auto&) { batch.mode = static_cast<ForwardMode>(7); }, kExtend,
+      ErrorCode::kUnsupported);
 }
 
 TEST_F(DsaBackendBadInput, HostLengthsNameRequestAndField) {
@@ -148,6 +149,18 @@ TEST_F(DsaBackendBadInput, HostLengthsNameRequestAndField) {
   refuses(
       {"request 0", "host_ext_len = 3", "mode decode"},
       [](auto& batch, auto&) { batch.host_ext_len = kSum; }, kDecode);
+  // N = 1 in these modes; seq_len counts the row of the drafts and not that of verify.
+  static constexpr int32_t kZero[] = {9, 0}, kTwo[] = {1, 2};
+  const auto zero_length = [](auto& batch, auto&) { batch.host_seq_len = kZero; };
+  refuses({"request 1", "host_seq_len = 0", "1 new rows", "draft_extend_v2"}, zero_length,
+          ForwardMode::kDraftExtendV2);
+  refuses({"request 1", "host_seq_len = 0", "1 new rows"}, zero_length, ForwardMode::kDraftExtend);
+  refuses(
+      {"request 1", "host_seq_len = -3"},
+      [](auto& batch, auto&) { batch.host_seq_len = kNegative; }, ForwardMode::kTargetVerify);
+  refuses(
+      {"request 1", "host_ext_len = 2", "at most 1"},
+      [](auto& batch, auto&) { batch.host_ext_len = kTwo; }, ForwardMode::kDraftExtend);
 }
 
 TEST_F(DsaBackendBadInput, BatchTensorsAndCounts) {
@@ -164,6 +177,16 @@ TEST_F(DsaBackendBadInput, BatchTensorsAndCounts) {
   refuses({"num_rows = 161"}, [](auto& batch, auto&) { batch.num_rows = 161; });
   refuses(
       {"num_rows = 1", "2 requests"}, [](auto& batch, auto&) { batch.num_rows = 1; }, kDecode);
+  refuses(
+      {"num_rows = 3", "expected 1 for each of the 2 requests in mode target_verify"},
+      [](auto& batch, auto&) { batch.num_rows = 3; }, ForwardMode::kTargetVerify);
+  refuses(
+      {"num_rows = 3", "at most 2 requests * rows_per_request = 2"},
+      [](auto& batch, auto&) {
+        batch.num_rows = 3;
+        batch.host_seq_len = batch.host_ext_len = {};
+      },
+      ForwardMode::kDraftExtend);
 }
 
 TEST_F(DsaBackendBadInput, ForwardTensors) {

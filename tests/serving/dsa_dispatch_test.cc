@@ -114,17 +114,14 @@ TEST(DsaDispatch, FreshRowsNeedTheContiguousKernelAndNoPrefix) {
 }
 
 TEST(DsaDispatch, NamesAModeThatItDoesNotHave) {
-  for (const ForwardMode mode :
-       {ForwardMode::kTargetVerify, ForwardMode::kDraftExtend, ForwardMode::kDraftExtendV2}) {
-    DsaBatchFacts facts = short_batch();
-    facts.mode = mode;
-    try {
-      dsa_dispatch(loose_config(), Device::cpu(1), facts);
-      ADD_FAILURE() << to_string(mode);
-    } catch (const Error& error) {
-      EXPECT_EQ(error.code(), ErrorCode::kUnsupported);
-      EXPECT_NE(std::string(error.what()).find(to_string(mode)), std::string::npos);
-    }
+  DsaBatchFacts facts = short_batch();
+  facts.mode = static_cast<ForwardMode>(7);
+  try {
+    dsa_dispatch(loose_config(), Device::cpu(1), facts);
+    ADD_FAILURE();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kUnsupported);
+    EXPECT_NE(std::string(error.what()).find("mode = 7"), std::string::npos);
   }
 }
 

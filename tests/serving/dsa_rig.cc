@@ -27,8 +27,9 @@ Tensor nan_tensor(DType dtype, std::initializer_list<int64_t> shape) {
 
 }  // namespace
 
-Token make_token(const DsaConfig& config, int request, int64_t position) {
-  Rng rng(static_cast<uint64_t>(request) * 1000003u + static_cast<uint64_t>(position) + 17u);
+Token make_token(const DsaConfig& config, int request, int64_t position, int guess) {
+  Rng rng(static_cast<uint64_t>(request) * 1000003u + static_cast<uint64_t>(position) + 17u +
+          static_cast<uint64_t>(guess) * 7919000033u);
   Token token;
   token.q = rng.bf16_normals(config.num_heads * 576);
   token.k = rng.bf16_normals(576);
@@ -116,89 +117,124 @@ void DsaRig::release(int id) {
 void DsaRig::grow(Request& request, int64_t len) {
   int32_t* const slots = req_to_token_.data<int32_t>() + request.row * config_.table_width;
   for (int64_t p = request.len; p < len; ++p) {
-    if (p % config_.page_size == 0) {
+    const auto page = static_cast<size_t>(p / config_.page_size);
+    if (page == request.pages.size()) {
       request.pages.push_back(free_pages_.back());
       free_pages_.pop_back();
     }
-    slots[p] = request.pages.back() * static_cast<int32_t>(config_.page_size) +
+    slots[p] = request.pages[page] * static_cast<int32_t>(config_.page_size) +
                static_cast<int32_t>(p % config_.page_size);
   }
   request.len = len;
 }
 
-void DsaRig::step(ForwardMode mode, const std::vector<std::pair<int, int>>& work,
-                  const StepOptions& options) {
-  const bool extend = mode == ForwardMode::kExtend || mode == ForwardMode::kMixed;
-  std::vector<int32_t> seq_len, ext_len, pool_row;
-  int64_t rows = 0;
-  for (const auto& [id, count] : work) {
-    Request& owner = request(id);
-    grow(owner, owner.len + count);
-    seq_len.push_back(static_cast<int32_t>(owner.len));
-    ext_len.push_back(count);
-    pool_row.push_back(owner.row);
-    rows += count;
-  }
-  const auto requests = static_cast<int64_t>(work.size());
-  const int64_t padded = std::max(rows, options.padded_rows);
-  Tensor q = nan_tensor(DType::kBf16, {padded, config_.num_heads, 576});
-  Tensor k = nan_tensor(DType::kBf16, {padded, 576});
-  Tensor index_q = nan_tensor(DType::kBf16, {padded, config_.index_heads, config_.index_dim});
-  Tensor index_k = nan_tensor(DType::kBf16, {padded, config_.index_dim});
-  Tensor gate = nan_tensor(DType::kF32, {padded, config_.index_heads});
-  Tensor positions = nan_tensor(DType::kI32, {padded}), loc = nan_tensor(DType::kI32, {padded});
+int64_t DsaRig::rows_of(ForwardMode mode, int count) const {
+  const bool fixed = mode == ForwardMode::kTargetVerify || mode == ForwardMode::kDraftExtendV2;
+  return fixed ? config_.rows_per_request : count;
+}
+
+// The inputs of a step's rows. Padding holds NaN and the slot of a live token.
+struct DsaRig::Rows {
+  Tensor q, k, index_q, index_k, gate, positions, loc;
+};
+
+DsaRig::Rows DsaRig::make_rows(const std::vector<Work>& work, int64_t extent) {
+  Rows rows;
+  rows.q = nan_tensor(DType::kBf16, {extent, config_.num_heads, 576});
+  rows.k = nan_tensor(DType::kBf16, {extent, 576});
+  rows.index_q = nan_tensor(DType::kBf16, {extent, config_.index_heads, config_.index_dim});
+  rows.index_k = nan_tensor(DType::kBf16, {extent, config_.index_dim});
+  rows.gate = nan_tensor(DType::kF32, {extent, config_.index_heads});
+  rows.positions = nan_tensor(DType::kI32, {extent});
+  rows.loc = nan_tensor(DType::kI32, {extent});
   int64_t row = 0;
-  for (const auto& [id, count] : work) {
-    const Request& owner = requests_.at(id);
-    for (int64_t p = owner.len - count; p < owner.len; ++p, ++row) {
-      const Token token = make_token(config_, id, p);
-      put(q, row, token.q);
-      put(k, row, token.k);
-      put(index_q, row, token.index_q);
-      put(index_k, row, token.index_k);
-      put(gate, row, token.gate);
-      positions.data<int32_t>()[row] = static_cast<int32_t>(p);
-      loc.data<int32_t>()[row] = req_to_token_.data<int32_t>()[owner.row * config_.table_width + p];
+  for (const Work& item : work) {
+    const Request& owner = requests_.at(item.id);
+    const int32_t* const slots = req_to_token_.data<int32_t>() + owner.row * config_.table_width;
+    const int64_t first = owner.len - item.rows;
+    for (int64_t i = 0; i < item.rows; ++i, ++row) {
+      const int guess = i < item.count ? 0 : ++guesses_;
+      const Token token = make_token(config_, item.id, first + i, guess);
+      put(rows.q, row, token.q);
+      put(rows.k, row, token.k);
+      put(rows.index_q, row, token.index_q);
+      put(rows.index_k, row, token.index_k);
+      put(rows.gate, row, token.gate);
+      rows.positions.data<int32_t>()[row] = static_cast<int32_t>(first + i);
+      rows.loc.data<int32_t>()[row] = slots[first + i];
     }
   }
-  const Tensor seq = Tensor::i32({requests}, seq_len), ext = Tensor::i32({requests}, ext_len),
-               rows_of_pool = Tensor::i32({requests}, pool_row);
+  for (; row > 0 && row < extent; ++row) {
+    rows.loc.data<int32_t>()[row] = rows.loc.data<int32_t>()[0];
+  }
+  return rows;
+}
+
+void DsaRig::step(ForwardMode mode, const std::vector<std::pair<int, int>>& requests,
+                  const StepOptions& options) {
+  std::vector<Work> work;
+  std::vector<int32_t> seq_len, ext_len, pool_row;
+  int64_t num_rows = 0;
+  for (const auto& [id, count] : requests) {
+    Request& owner = request(id);
+    const int64_t rows = rows_of(mode, count);
+    work.push_back({id, count, rows});
+    grow(owner, owner.len + rows);
+    seq_len.push_back(
+        static_cast<int32_t>(mode == ForwardMode::kTargetVerify ? owner.len - rows : owner.len));
+    ext_len.push_back(static_cast<int32_t>(rows));
+    pool_row.push_back(owner.row);
+    num_rows += rows;
+  }
+  const bool gives_ext_len = mode == ForwardMode::kExtend || mode == ForwardMode::kMixed ||
+                             mode == ForwardMode::kDraftExtend;
+  const int64_t extent = std::max({num_rows, options.rows_bound, options.padded_rows});
+  Rows rows = make_rows(work, extent);
+  const auto count = static_cast<int64_t>(work.size());
+  const Tensor seq = Tensor::i32({count}, seq_len), ext = Tensor::i32({count}, ext_len),
+               rows_of_pool = Tensor::i32({count}, pool_row);
   ForwardBatch batch;
   batch.mode = mode;
   batch.seq_len = seq;
   batch.pool_row = rows_of_pool;
-  if (extend) batch.ext_len = ext;
+  if (gives_ext_len) batch.ext_len = ext;
   batch.req_to_token = req_to_token_;
-  batch.positions = positions;
-  batch.out_cache_loc = loc;
-  batch.num_rows = rows;
+  batch.positions = rows.positions;
+  batch.out_cache_loc = rows.loc;
+  batch.num_rows = std::max(num_rows, options.rows_bound);
   batch.padded_rows = options.padded_rows;
   if (options.host_lengths) {
     batch.host_seq_len = seq_len;
-    if (extend) batch.host_ext_len = ext_len;
+    if (gives_ext_len) batch.host_ext_len = ext_len;
   }
-  out = nan_tensor(DType::kBf16, {padded, config_.num_heads, 512});
-  lse = nan_tensor(DType::kF32, {padded, config_.num_heads});
-  indices = Tensor(DType::kI32, {padded, config_.topk});
-  std::fill_n(indices.data<int32_t>(), indices.view().num_elements(), 123456789);
-  DsaForwardTensors tensors;
-  tensors.q = q;
-  tensors.k = k;
-  tensors.index_q = index_q;
-  tensors.index_k = index_k;
-  tensors.norm_weight = norm_weight_;
-  tensors.norm_bias = norm_bias_;
-  tensors.head_gate = gate;
-  tensors.cos_sin = cos_sin_;
-  tensors.kv_pool = kv_pool_;
-  tensors.index_pool = index_pool_;
+  DsaForwardTensors tensors = forward_tensors(rows, extent);
   if (options.give_indices) tensors.indices = indices;
-  tensors.out = out;
-  tensors.lse = lse;
   if (options.adjust) options.adjust(batch, tensors);
   backend_.begin_step(batch);
   backend_.forward({0, kSoftmaxScale}, tensors);
   if (!options.adjust && options.give_indices) collect(work);
+  for (const Work& item : work) requests_.at(item.id).len -= item.rows - item.count;
+}
+
+DsaForwardTensors DsaRig::forward_tensors(Rows& rows, int64_t extent) {
+  out = nan_tensor(DType::kBf16, {extent, config_.num_heads, 512});
+  lse = nan_tensor(DType::kF32, {extent, config_.num_heads});
+  indices = Tensor(DType::kI32, {extent, config_.topk});
+  std::fill_n(indices.data<int32_t>(), indices.view().num_elements(), 123456789);
+  DsaForwardTensors tensors;
+  tensors.q = rows.q;
+  tensors.k = rows.k;
+  tensors.index_q = rows.index_q;
+  tensors.index_k = rows.index_k;
+  tensors.norm_weight = norm_weight_;
+  tensors.norm_bias = norm_bias_;
+  tensors.head_gate = rows.gate;
+  tensors.cos_sin = cos_sin_;
+  tensors.kv_pool = kv_pool_;
+  tensors.index_pool = index_pool_;
+  tensors.out = out;
+  tensors.lse = lse;
+  return tensors;
 }
 
 int64_t DsaRig::position_of(const Request& request, int32_t slot) const {
@@ -208,15 +244,17 @@ int64_t DsaRig::position_of(const Request& request, int32_t slot) const {
   return found - slots;
 }
 
-void DsaRig::collect(const std::vector<std::pair<int, int>>& work) {
+void DsaRig::collect(const std::vector<Work>& work) {
   const IndexTransform form =
       config_.fuse_transform ? backend_.dispatch().transform : IndexTransform::kLocal;
   const int64_t heads = config_.num_heads;
   int64_t row = 0;
   int64_t first_key = 0;
-  for (const auto& [id, count] : work) {
+  for (const auto& [id, count, rows] : work) {
     const Request& owner = requests_.at(id);
-    for (int64_t p = owner.len - count; p < owner.len; ++p, ++row) {
+    const int64_t first = owner.len - rows;
+    for (int64_t p = first; p < owner.len; ++p, ++row) {
+      if (p >= first + count) continue;  // a wrong guess
       RowResult result;
       for (int64_t i = 0; i < config_.topk; ++i) {
         int64_t index = indices.data<int32_t>()[row * config_.topk + i];

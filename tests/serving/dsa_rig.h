@@ -12,7 +12,7 @@
 
 namespace fovea::test {
 
-/// The tensors of one token of one request: a pure function of (request, position).
+/// The tensors of one token of one request: a pure function of (request, position, guess).
 struct Token {
   std::vector<bf16_t> q;        ///< [H * 576]
   std::vector<bf16_t> k;        ///< [576]
@@ -21,7 +21,8 @@ struct Token {
   std::vector<float> gate;      ///< [Hi]
 };
 
-Token make_token(const DsaConfig& config, int request, int64_t position);
+/// `guess` > 0: a token that a draft proposed there instead of the request's own.
+Token make_token(const DsaConfig& config, int request, int64_t position, int guess = 0);
 
 /// f32 [positions, rope_dim].
 Tensor make_cos_sin(int64_t positions, int64_t rope_dim);
@@ -41,6 +42,7 @@ using RowResults = std::map<std::pair<int, int64_t>, RowResult>;
 
 struct StepOptions {
   int64_t padded_rows = 0;
+  int64_t rows_bound = 0;  ///< Given as num_rows where it is larger; kDraftExtend.
   bool host_lengths = true;
   bool give_indices = true;  ///< Ask for the selection.
   /// Changes what the backend gets; the rows are not collected then.
@@ -55,7 +57,9 @@ class DsaRig {
 
   DsaRig(const DsaConfig& config, int threads, uint64_t page_seed = 1);
 
-  /// Appends `count` tokens to each request of `work`, in its order, in one step.
+  /// Appends `count` tokens to each request of `work`, in its order, in one step. In kTargetVerify
+  /// and kDraftExtendV2 wrong guesses follow them up to N rows; they are rolled back after the
+  /// step, which leaves their rows in the pool.
   void step(ForwardMode mode, const std::vector<std::pair<int, int>>& work,
             const StepOptions& options = {});
 
@@ -75,11 +79,20 @@ class DsaRig {
   struct Request {
     int32_t row = 0;
     int64_t len = 0;
-    std::vector<int32_t> pages;
+    std::vector<int32_t> pages;  // may reach past len after a rollback
   };
   Request& request(int id);
+  struct Work {
+    int id;
+    int count;
+    int64_t rows;
+  };
+  struct Rows;
   void grow(Request& request, int64_t len);
-  void collect(const std::vector<std::pair<int, int>>& work);
+  Rows make_rows(const std::vector<Work>& work, int64_t extent);
+  DsaForwardTensors forward_tensors(Rows& rows, int64_t extent);
+  void collect(const std::vector<Work>& work);
+  int64_t rows_of(ForwardMode mode, int count) const;
   int64_t position_of(const Request& request, int32_t slot) const;
 
   DsaConfig config_;
@@ -89,6 +102,7 @@ class DsaRig {
   std::vector<int32_t> free_pages_, free_rows_;
   std::map<int, Request> requests_;
   RowResults results_;
+  int guesses_ = 0;
 };
 
 }  // namespace fovea::test
