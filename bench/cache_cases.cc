@@ -209,12 +209,13 @@ std::vector<BenchCase> codec_cases(const char* op) {
   // More rows of the narrow format, so that all of them exceed the caches.
   for (const Shape& shape :
        {Shape{RowFormat::kV32, 576, 65536}, Shape{RowFormat::kI132, 128, 262144},
-        Shape{RowFormat::kBf16, 576, 65536}}) {
+        Shape{RowFormat::kBf16, 576, 65536}, Shape{RowFormat::kF576, 576, 131072}}) {
     RowCodecProblem problem;
     problem.max_rows = shape.rows;
     problem.row_format = shape.format;
     problem.page_size = kPageSize;
     problem.width = shape.width;
+    problem.k_scale = 0.37f;  // of f576: no power of two, so that packing has to divide
     BenchCase entry;
     entry.op = op;
     entry.name = fmt::format("{}_{}k", to_string(shape.format), shape.rows / 1024);

@@ -7,10 +7,12 @@ namespace fovea::cli {
 namespace {
 
 RowFormat bind_row_format(OperatorCall& call) {
-  return call.choice<RowFormat>(
-      "row_format",
-      {{"bf16", RowFormat::kBf16}, {"v32", RowFormat::kV32}, {"i132", RowFormat::kI132}},
-      std::nullopt, {"v4", "r512", "f576"});
+  return call.choice<RowFormat>("row_format",
+                                {{"bf16", RowFormat::kBf16},
+                                 {"v32", RowFormat::kV32},
+                                 {"i132", RowFormat::kI132},
+                                 {"f576", RowFormat::kF576}},
+                                std::nullopt, {"v4", "r512"});
 }
 
 // Required where it changes bytes and the format has no default of its own: packing i132 rows.
@@ -21,10 +23,7 @@ ScaleMode bind_scale_mode(OperatorCall& call, bool is_required) {
                                 is_required ? kNoDefault : ScaleMode::kFp32);
 }
 
-void refuse_later_fields(OperatorCall& call) {
-  call.later_tensor("inv_scale", "r512 rows");
-  call.later_param("k_scale", 1, "f576 rows");
-}
+void refuse_later_fields(OperatorCall& call) { call.later_tensor("inv_scale", "r512 rows"); }
 
 bool is_bf16_pool(const OperatorCall& call, const RowCodecProblem& problem) {
   return problem.row_format == RowFormat::kBf16 && call.dtype_of("pool") == DType::kBf16;
@@ -40,6 +39,7 @@ void run_pack_rows(OperatorCall& call) {
   RowCodecProblem problem;
   problem.row_format = bind_row_format(call);
   problem.scale_mode = bind_scale_mode(call, problem.row_format == RowFormat::kI132);
+  problem.k_scale = call.number("k_scale", 1.0f);
   PackRowsTensors tensors;
   tensors.src = call.in("src", "bf16 [N, D]");
   tensors.slots = call.in("slots", "i32 [N]");
@@ -61,6 +61,7 @@ void run_unpack_rows(OperatorCall& call) {
   RowCodecProblem problem;
   problem.row_format = bind_row_format(call);
   problem.scale_mode = bind_scale_mode(call, false);  // readers take the scale that is stored
+  problem.k_scale = call.number("k_scale", 1.0f);
   UnpackRowsTensors tensors;
   tensors.slots = call.in("slots", "i32 [N]");
   if (is_bf16_pool(call, problem)) {

@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <limits>
+#include <string_view>
 
 #include "cli/verify_cases.h"
 #include "fovea/numeric.h"
@@ -15,8 +16,11 @@ struct CodecShape {
   int64_t row_bytes;
 };
 
-constexpr CodecShape kShapes[] = {
-    {"bf16", 576, 1152}, {"v32", 576, 656}, {"i132", 128, 132}, {"bf16", 77, 154}};
+constexpr CodecShape kShapes[] = {{"bf16", 576, 1152},
+                                  {"v32", 576, 656},
+                                  {"i132", 128, 132},
+                                  {"bf16", 77, 154},
+                                  {"f576", 576, 576}};
 
 // Slots without repeats among the valid ones; the rest is hostile.
 void add_slots(CaseBuilder& builder, int64_t rows, int64_t slots) {
@@ -43,6 +47,9 @@ void add_source(CaseBuilder& builder, int64_t rows, int64_t width) {
   }
 }
 
+// Of f576: with and without an exact reciprocal. The other formats ignore it.
+double k_scale_of(std::string_view scale_mode) { return scale_mode == "pow2" ? 0.5 : 0.37; }
+
 VerifyCase make_pack_case(const CodecShape& shape, int64_t page_size, const char* scale_mode,
                           uint64_t seed) {
   CaseBuilder builder(std::string(shape.row_format) + std::to_string(shape.width) + "_page" +
@@ -54,7 +61,8 @@ VerifyCase make_pack_case(const CodecShape& shape, int64_t page_size, const char
   builder.codes("pool", {pages, page_size * shape.row_bytes + 16})
       .param("row_format", shape.row_format)
       .param("page_size", page_size)
-      .param("scale_mode", scale_mode);
+      .param("scale_mode", scale_mode)
+      .param("k_scale", k_scale_of(scale_mode));
   return builder.take();
 }
 
@@ -87,7 +95,8 @@ std::vector<VerifyCase> make_unpack_cases(uint64_t seed) {
           .integers("slots", {33}, 0, 3 * page_size - 1)
           .param("row_format", shape.row_format)
           .param("page_size", page_size)
-          .param("width", shape.width);
+          .param("width", shape.width)
+          .param("k_scale", page_size == 1 ? 2.0 : 0.37);
       make_hostile(builder, "slots", 0.2);
       cases.push_back(builder.take());
     }

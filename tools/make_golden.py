@@ -116,10 +116,12 @@ def i32(values):
 
 
 # ---- cache ----------------------------------------------------------------------------------------------------------
-def pack_row(fmt, row, mode):
+def pack_row(fmt, row, mode, k_scale):
     """Bytes of one row: (bytes at the row's place, bytes of its scale at the end of the page)."""
     if fmt == "bf16":
         return bf16_bits(row).tobytes(), b""
+    if fmt == "f576":
+        return quantise(row, np.float32(k_scale)).tobytes(), b""
     if fmt == "i132":
         scale = tile_scale(row, mode, 1e-4 / 448, None)
         return quantise(row, scale).tobytes(), np.float32(scale).tobytes()
@@ -135,16 +137,16 @@ def place(fmt, width, page_size, offset):
     """Byte positions in a page of a row's main part and of its scale."""
     if fmt == "i132":
         return offset * width, page_size * width + 4 * offset
-    return offset * {"bf16": 2 * width, "v32": 656}[fmt], None
+    return offset * {"bf16": 2 * width, "v32": 656, "f576": 576}[fmt], None
 
 
-def pack_rows(fmt, src, slots, pool, page_size, mode):
+def pack_rows(fmt, src, slots, pool, page_size, mode, k_scale=None):
     out = pool.copy()
     for row, slot in zip(src, slots):
         if not 0 <= slot < len(pool) * page_size:
             continue
         page = out[slot // page_size]
-        main, scale = pack_row(fmt, row, mode)
+        main, scale = pack_row(fmt, row, mode, k_scale)
         begin, scale_begin = place(fmt, len(row), page_size, slot % page_size)
         page[begin : begin + len(main)] = np.frombuffer(main, np.uint8)
         if scale:
@@ -152,7 +154,7 @@ def pack_rows(fmt, src, slots, pool, page_size, mode):
     return out
 
 
-def unpack_row(fmt, width, pool, page_size, slot):
+def unpack_row(fmt, width, pool, page_size, slot, k_scale=None):
     """Values of a stored row as bf16, float64; the product code * scale in fp32, rounded once."""
     page = pool[slot // page_size]
     begin, scale_begin = place(fmt, width, page_size, slot % page_size)
@@ -161,6 +163,8 @@ def unpack_row(fmt, width, pool, page_size, slot):
     if fmt == "i132":
         scale = page[scale_begin : scale_begin + 4].copy().view(np.float32)[0]
         return round_bf16(e4m3_values(page[begin : begin + width]).astype(np.float32) * scale)
+    if fmt == "f576":
+        return round_bf16(e4m3_values(page[begin : begin + 576]).astype(np.float32) * np.float32(k_scale))
     row = page[begin : begin + 656].copy()
     scales = np.repeat(row[512:528].view(np.float32), 128)
     latent = round_bf16(e4m3_values(row[:512]).astype(np.float32) * scales)
@@ -168,23 +172,34 @@ def unpack_row(fmt, width, pool, page_size, slot):
 
 
 def cache_cases(folder, rng):
-    for fmt, width, row_bytes in (("bf16", 40, 80), ("v32", 576, 656), ("i132", 128, 132)):
-        for mode in ("fp32", "pow2") if fmt != "bf16" else ("fp32",):
-            values = rng.normal(size=(6, width)) * np.exp2(rng.integers(-12, 12, size=(6, 1)))
-            values[1] = 0
-            values[2, 0] = 900
-            values[3, :3] = [np.nan, INF, -INF]
-            values[4] *= 1e-30
-            src = Bf16(values)
-            slots = i32([7, 0, 5, 3, 2, 100])
-            pool = rng.integers(0, 256, size=(3, 3 * row_bytes + 5)).astype(np.uint8)
-            params = {"row_format": fmt, "page_size": 3, "scale_mode": mode}
-            packed = pack_rows(fmt, src.values, slots, pool, 3, mode)
-            write(folder, "pack_rows", f"{fmt}-{mode}", params, {"src": src, "slots": slots, "pool": pool}, {"pool": packed})
-            slots = i32([5, -1, 7, 5, 9, 0, 2])
-            rows = [unpack_row(fmt, width, packed, 3, s) if 0 <= s < 9 else np.zeros(width) for s in slots]
-            params = {"row_format": fmt, "page_size": 3, "width": width}
-            write(folder, "unpack_rows", f"{fmt}-{mode}", params, {"pool": packed, "slots": slots}, {"out": Bf16(np.array(rows))})
+    kinds = [("bf16", 40, 80, ("fp32",)), ("v32", 576, 656, ("fp32", "pow2")), ("i132", 128, 132, ("fp32", "pow2"))]
+    for fmt, width, row_bytes, modes in kinds:
+        for mode in modes:
+            cache_case(folder, rng, f"{fmt}-{mode}", fmt, width, row_bytes, {"scale_mode": mode})
+
+    for k_scale in (1, 0.5, 2, 0.37):
+        cache_case(folder, rng, f"f576-{k_scale}", "f576", 576, 576, {"k_scale": k_scale})
+
+
+def cache_case(folder, rng, name, fmt, width, row_bytes, fmt_params):
+    mode, k_scale = fmt_params.get("scale_mode"), fmt_params.get("k_scale")
+    values = rng.normal(size=(6, width)) * np.exp2(rng.integers(-12, 12, size=(6, 1)))
+    values[1] = 0
+    values[2, 0] = 900
+    values[3, :3] = [np.nan, INF, -INF]
+    values[4] *= 1e-30
+    src = Bf16(values)
+    slots = i32([7, 0, 5, 3, 2, 100])
+    pool = rng.integers(0, 256, size=(3, 3 * row_bytes + 5)).astype(np.uint8)
+    params = {"row_format": fmt, "page_size": 3} | fmt_params
+    packed = pack_rows(fmt, src.values, slots, pool, 3, mode, k_scale)
+    write(folder, "pack_rows", name, params, {"src": src, "slots": slots, "pool": pool}, {"pool": packed})
+    slots = i32([5, -1, 7, 5, 9, 0, 2])
+    rows = [unpack_row(fmt, width, packed, 3, s, k_scale) if 0 <= s < 9 else np.zeros(width) for s in slots]
+    params = {"row_format": fmt, "page_size": 3, "width": width}
+    if k_scale is not None:
+        params["k_scale"] = k_scale
+    write(folder, "unpack_rows", name, params, {"pool": packed, "slots": slots}, {"out": Bf16(np.array(rows))})
 
 
 # ---- batch ----------------------------------------------------------------------------------------------------------

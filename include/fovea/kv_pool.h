@@ -13,7 +13,7 @@ namespace fovea {
 
 struct KvPoolConfig {
   RowFormat row_format = RowFormat::kBf16;  ///< kI132 makes an index-key pool.
-  int64_t width = 576;  ///< Channels of a row: any for kBf16, 576 for kV32, 128 for kI132.
+  int64_t width = 576;  ///< Channels of a row: any for kBf16, 128 for kI132, otherwise 576.
   int64_t num_layers = 1;
   int64_t num_pages = 0;  ///< Including the dummy page 0.
   int64_t page_size = 0;  ///< Tokens per page, 1..256.

@@ -10,10 +10,10 @@
 namespace fovea {
 
 /// Bytes that `page_size` tokens of a format take in a page: page_size * 2 * width (kBf16),
-/// page_size * 656 (kV32), page_size * (width + 4) (kI132). A pool's page may be longer, the
-/// surplus is never touched. `width` is the number of channels: 576 for kV32, 128 in models for
-/// kI132, any for kBf16 (576 or 512 in models). Throws Error(kInvalidArgument) for page_size
-/// outside 1..256 or a width the format does not have.
+/// page_size * 656 (kV32), page_size * (width + 4) (kI132), page_size * 576 (kF576). A pool's page
+/// may be longer, the surplus is never touched. `width` is the number of channels: 576 for kV32 and
+/// kF576, 128 in models for kI132, any for kBf16 (576 or 512 in models). Throws
+/// Error(kInvalidArgument) for page_size outside 1..256 or a width the format does not have.
 FOVEA_API int64_t page_bytes(RowFormat format, int64_t page_size, int64_t width);
 
 /// Problem of pack_rows and unpack_rows.
@@ -21,8 +21,9 @@ struct RowCodecProblem {
   int64_t max_rows = 0;  ///< Upper bound of N.
   RowFormat row_format = RowFormat::kBf16;
   int64_t page_size = 0;  ///< Tokens per page, 1..256; 0 for a pool given as bf16 [S, D].
-  int64_t width = 0;      ///< Channels D of a row; 576 for kV32, 128 in models for kI132.
-  ScaleMode scale_mode = ScaleMode::kFp32;  ///< kV32, kI132; ignored by kBf16 and unpack_rows.
+  int64_t width = 0;      ///< Channels D of a row; 576 for kV32 and kF576, 128 in models for kI132.
+  ScaleMode scale_mode = ScaleMode::kFp32;  ///< kV32, kI132; others and unpack_rows ignore it.
+  float k_scale = 1;  ///< kF576: the scale of the whole cache, finite and > 0; others ignore it.
 };
 
 struct PackRowsTensors {
@@ -37,6 +38,7 @@ struct PackRowsTensors {
 ///   kV32    per tile of 128 of the first 512 channels: scale and e4m3(x / scale); the last 64 as
 ///           they are
 ///   kI132   one tile over all D channels: scale and e4m3(x / scale)
+///   kF576   e4m3(x / k_scale) of all 576 channels, saturating at +-448; no scale is stored
 ///
 /// with IEEE fp32 divisions and the scale rules of docs/formats.md, so that the bytes are equal on
 /// every backend. NaN becomes the code 0x7F, infinities saturate, neither enters a scale.
@@ -46,9 +48,9 @@ struct PackRowsTensors {
 /// happens.
 ///
 /// Same inputs: the same bytes, for any number of threads. plan() throws Error(kInvalidArgument)
-/// for a page size or width outside the table; run() compares the tensors with the plan, and
-/// refuses a pool whose pages or rows overlap. Thread-safe while no slot is written by two runs at
-/// once. Source of the layouts: DeepSeek-V3.2's published cache formats, restated in
+/// for a page size, width or k_scale outside the table; run() compares the tensors with the plan,
+/// and refuses a pool whose pages or rows overlap. Thread-safe while no slot is written by two runs
+/// at once. Source of the layouts: DeepSeek-V3.2's published cache formats, restated in
 /// docs/formats.md.
 class FOVEA_API PackRows : public OperatorPlan<RowCodecProblem, PackRowsTensors> {
  public:
@@ -66,8 +68,9 @@ struct UnpackRowsTensors {
 };
 
 /// Gathers rows of a paged pool as bf16: bf16(code * scale), the product in fp32, one rounding;
-/// bf16 parts as they are. Only the bytes of the listed slots are read. Any finite scale is taken
-/// as it is; a NaN product (NaN code, scale not finite) is the bf16 0x7FC0.
+/// bf16 parts as they are. The scale of kF576 is k_scale. Only the bytes of the listed slots are
+/// read. Any finite scale is taken as it is; a NaN product (NaN code, scale not finite) is the bf16
+/// 0x7FC0.
 ///
 /// Same inputs: the same bits, for any number of threads and every implementation. Errors as for
 /// PackRows. Thread-safe.

@@ -23,6 +23,7 @@ struct PackContext {
   PagedRows<uint8_t> pool;
   int64_t width;
   ScaleMode mode;
+  float k_scale;
 
   bool takes(int64_t i) const { return pool.contains(slots(i)); }
 };
@@ -65,25 +66,42 @@ HWY_INLINE void pack_v32(const bf16_t* x, ScaleMode mode, uint8_t* record) {
   std::memcpy(record + kV32RopeOffset, x + kV32LatentDim, sizeof(bf16_t) * kV32RopeDim);
 }
 
-template <bool kStream>
-void pack_v32_rows(const PackContext& context, int64_t begin, int64_t end) {
+// Records of one piece: pack_record(x, record) packs one.
+template <bool kStream, int64_t kBytes, class PackRecord>
+HWY_INLINE void pack_records(const PackContext& context, int64_t begin, int64_t end,
+                             const PackRecord& pack_record) {
   // Streamed by way of two records in the first-level cache, one leaving while the other is packed:
   // a wide load just after the narrower stores that it covers would wait for them.
-  HWY_ALIGN uint8_t records[2][kStream ? kV32RowBytes : 1];
+  HWY_ALIGN uint8_t records[2][kStream ? kBytes : 1];
   int current = 0;
   uint8_t* pending = nullptr;  // where the other record goes
   for (int64_t i = begin; i < end; ++i) {
-    prefetch_ahead<kStream>(context, i, kV32RowBytes);
+    prefetch_ahead<kStream>(context, i, kBytes);
     if (!context.takes(i)) continue;
-    uint8_t* const to = context.pool.record(context.slots(i), kV32RowBytes);
-    pack_v32(context.src.row(i), context.mode, kStream ? records[current] : to);
+    uint8_t* const to = context.pool.record(context.slots(i), kBytes);
+    pack_record(context.src.row(i), kStream ? records[current] : to);
     if constexpr (kStream) {
       current ^= 1;
-      if (pending != nullptr) stream_row(records[current], pending, kV32RowBytes);
+      if (pending != nullptr) stream_row(records[current], pending, kBytes);
       pending = to;
     }
   }
-  if (pending != nullptr) stream_row(records[current ^ 1], pending, kV32RowBytes);
+  if (pending != nullptr) stream_row(records[current ^ 1], pending, kBytes);
+}
+
+template <bool kStream>
+void pack_v32_rows(const PackContext& context, int64_t begin, int64_t end) {
+  pack_records<kStream, kV32RowBytes>(context, begin, end, [&](const bf16_t* x, uint8_t* record) {
+    pack_v32(x, context.mode, record);
+  });
+}
+
+template <bool kStream>
+void pack_f576_rows(const PackContext& context, int64_t begin, int64_t end) {
+  const TileScale scale(context.k_scale);
+  pack_records<kStream, kF576Width>(context, begin, end, [&](const bf16_t* x, uint8_t* record) {
+    encode_tile_simd(x, kF576Width, scale, record);
+  });
 }
 
 template <int kRows>
@@ -136,6 +154,7 @@ void pack_piece(RowFormat format, const PackContext& context, int64_t begin, int
       pack_i132_rows(context, begin, end);
       break;
     case RowFormat::kF576:
+      pack_f576_rows<kStream>(context, begin, end);
       break;
   }
   if constexpr (kStream) hwy::FlushStream();
@@ -151,9 +170,12 @@ bool may_stream(const PackContext& context, int64_t record_bytes) {
 
 void pack_rows(const RowCodecProblem& problem, const Device& device,
                const PackRowsTensors& tensors) {
-  const PackContext context{
-      access<const bf16_t, 2>(tensors.src), access<const int32_t, 1>(tensors.slots),
-      paged_rows<uint8_t>(tensors.pool, problem.page_size), problem.width, problem.scale_mode};
+  const PackContext context{access<const bf16_t, 2>(tensors.src),
+                            access<const int32_t, 1>(tensors.slots),
+                            paged_rows<uint8_t>(tensors.pool, problem.page_size),
+                            problem.width,
+                            problem.scale_mode,
+                            problem.k_scale};
   const bool stream = may_stream(context, row_bytes(problem.row_format, problem.width));
   const ThreadScope threads(device.num_threads);
   // 32 rows take some microseconds: enough to pay for a task, few enough to balance.

@@ -44,6 +44,7 @@ void pack_rows_ref(const RowCodecProblem& problem, const Device&, const PackRows
         break;
       }
       case RowFormat::kF576:
+        encode_tile(x, kF576Width, problem.k_scale, pool.record(slot, kF576Width));
         break;
     }
   }

@@ -13,9 +13,10 @@ namespace {
 constexpr int64_t kMaxWidth = std::numeric_limits<int32_t>::max();
 
 void check_width(const char* op, RowFormat format, int64_t width) {
-  if (format == RowFormat::kF576) internal::unsupported(op, "row_format = f576");
   if (format == RowFormat::kV32) {
     internal::check_range(op, "width (v32)", width, internal::kV32Width, internal::kV32Width);
+  } else if (format == RowFormat::kF576) {
+    internal::check_range(op, "width (f576)", width, internal::kF576Width, internal::kF576Width);
   } else {
     internal::check_range(op, "width", width, 1, kMaxWidth);
   }
@@ -38,6 +39,7 @@ void check_codec_problem(const char* op, const RowCodecProblem& problem) {
   check_range(op, "page_size", problem.page_size, problem.row_format == RowFormat::kBf16 ? 0 : 1,
               256);
   check_width(op, problem.row_format, problem.width);
+  if (problem.row_format == RowFormat::kF576) check_positive_finite(op, "k_scale", problem.k_scale);
 }
 
 void check_codec_pool(const char* op, const RowCodecProblem& problem, const ConstTensorView& pool) {

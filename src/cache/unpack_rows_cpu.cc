@@ -22,6 +22,7 @@ struct UnpackContext {
   Accessor<const int32_t, 1> slots;
   Accessor<bf16_t, 2> out;
   int64_t width;
+  float k_scale;
 };
 
 template <bool kStream>
@@ -59,6 +60,14 @@ HWY_INLINE void unpack_i132(const UnpackContext& context, int32_t slot, bf16_t* 
 }
 
 template <bool kStream>
+HWY_INLINE void unpack_f576(const uint8_t* record, float k_scale, bf16_t* out) {
+  const uint8_t* const codes[] = {record};
+  const float scales[] = {k_scale};
+  bf16_t* const to[] = {out};
+  dequantize_tiles_simd<kStream>(codes, kF576Width, scales, to);
+}
+
+template <bool kStream>
 HWY_INLINE void unpack_bf16(const UnpackContext& context, int32_t slot, bf16_t* out) {
   const int64_t bytes = 2 * context.width;
   const uint8_t* const from = context.pool.record(slot, bytes);
@@ -91,6 +100,8 @@ void unpack_piece(const UnpackContext& context, int64_t begin, int64_t end) {
       unpack_bf16<kStream>(context, slot, out);
     } else if constexpr (kFormat == RowFormat::kV32) {
       unpack_v32<kStream>(context.pool.record(slot, kV32RowBytes), out);
+    } else if constexpr (kFormat == RowFormat::kF576) {
+      unpack_f576<kStream>(context.pool.record(slot, kF576Width), context.k_scale, out);
     } else {
       unpack_i132<kStream>(context, slot, out);
     }
@@ -120,7 +131,7 @@ void unpack_rows(const RowCodecProblem& problem, const Device& device,
                  const UnpackRowsTensors& tensors) {
   const UnpackContext context{paged_rows<const uint8_t>(tensors.pool, problem.page_size),
                               access<const int32_t, 1>(tensors.slots),
-                              access<bf16_t, 2>(tensors.out), problem.width};
+                              access<bf16_t, 2>(tensors.out), problem.width, problem.k_scale};
   const ThreadScope threads(device.num_threads);
   switch (problem.row_format) {
     case RowFormat::kBf16:
@@ -133,6 +144,7 @@ void unpack_rows(const RowCodecProblem& problem, const Device& device,
       unpack_format<RowFormat::kI132>(context);
       break;
     case RowFormat::kF576:
+      unpack_format<RowFormat::kF576>(context);
       break;
   }
 }

@@ -50,6 +50,7 @@ void unpack_rows_ref(const RowCodecProblem& problem, const Device&,
                         load_scale(pool.i132_scale(slot, width)), row);
         break;
       case RowFormat::kF576:
+        dequantize_tile(pool.record(slot, kF576Width), kF576Width, problem.k_scale, row);
         break;
     }
   }

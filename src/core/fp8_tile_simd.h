@@ -15,6 +15,18 @@
 HWY_BEFORE_NAMESPACE();
 namespace fovea::internal::HWY_NAMESPACE {
 
+/// A scale that is given, not derived from the elements. Finite and positive. A power of two with a
+/// normal reciprocal divides by multiplication: both round the same real number.
+struct TileScale {
+  explicit TileScale(float value_in) : value(value_in), reciprocal(0) {
+    const auto bits = std::bit_cast<uint32_t>(value);
+    const uint32_t exponent = bits >> 23;
+    if ((bits & 0x7FFFFFu) == 0 && exponent >= 1 && exponent <= 253) reciprocal = 1.0f / value;
+  }
+  float value;
+  float reciprocal;  ///< 0: to be divided by.
+};
+
 #if HWY_TARGET == HWY_SCALAR
 
 // One lane: the plain loops are the vector forms.
@@ -28,6 +40,10 @@ template <bool kStream, int kTiles>
 inline void dequantize_tiles_simd(const uint8_t* const (&codes)[kTiles], int64_t count,
                                   const float (&scales)[kTiles], bf16_t* const (&out)[kTiles]) {
   for (int t = 0; t < kTiles; ++t) dequantize_tile(codes[t], count, scales[t], out[t]);
+}
+inline void encode_tile_simd(const bf16_t* x, int64_t count, const TileScale& scale,
+                             uint8_t* codes) {
+  encode_tile(x, count, scale.value, codes);
 }
 inline void dequantize_tile_to_floats(const uint8_t* codes, int64_t count, float scale,
                                       float* out) {
@@ -243,6 +259,47 @@ HWY_INLINE void encode_by_division(const bf16_t* x, float scale, uint8_t* codes)
   const auto code = hn::OddEven(hn::BitCast(d16, hn::ShiftLeft<16>(odd)), hn::BitCast(d16, even));
   const auto sign = hn::And(hn::ShiftRight<8>(bits), hn::Set(d16, 0x80));
   hn::StoreU(hn::DemoteTo(d8, hn::BitCast(I16(), hn::Or(code, sign))), d8, codes);
+}
+
+/// Codes of Lanes(U16()) elements of any kind; quotient(magnitudes) gives |x| / scale.
+template <class Quotient>
+HWY_INLINE void encode_any(const bf16_t* x, const Quotient& quotient, uint8_t* codes) {
+  const F32 d;
+  const U16 d16;
+  const I16 di16;
+  const hn::Rebind<uint8_t, U16> d8;
+  const auto bits = hn::LoadU(d16, reinterpret_cast<const uint16_t*>(x));
+  const auto magnitude = hn::And(bits, hn::Set(d16, 0x7FFF));
+  const auto code_of = [&](hn::Vec<F32> values) {
+    return e4m3_magnitude(d, hn::Min(quotient(values), hn::Set(d, kE4m3Max)));
+  };
+  const auto even = code_of(even_bf16(d, magnitude));
+  const auto odd = code_of(odd_bf16(d, magnitude));
+  // The codes are the low halves of the lanes.
+  const auto code = hn::OddEven(hn::BitCast(d16, hn::ShiftLeft<16>(odd)), hn::BitCast(d16, even));
+  const auto sign = hn::And(hn::ShiftRight<8>(bits), hn::Set(d16, 0x80));
+  const auto is_nan =
+      hn::Gt(hn::BitCast(di16, magnitude), hn::Set(di16, static_cast<int16_t>(0x7F80)));
+  const auto number = hn::BitCast(di16, hn::Or(code, sign));
+  hn::StoreU(hn::DemoteTo(d8, hn::IfThenElse(is_nan, hn::Set(di16, 0x7F), number)), d8, codes);
+}
+
+/// encode_tile with vectors.
+HWY_INLINE void encode_tile_simd(const bf16_t* x, int64_t count, const TileScale& scale,
+                                 uint8_t* codes) {
+  const F32 d;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(U16()));
+  int64_t i = 0;
+  if (scale.reciprocal != 0) {
+    const auto factor = hn::Set(d, scale.reciprocal);
+    const auto quotient = [&](hn::Vec<F32> values) { return hn::Mul(values, factor); };
+    for (; i + lanes <= count; i += lanes) encode_any(x + i, quotient, codes + i);
+  } else {
+    const auto divisor = hn::Set(d, scale.value);
+    const auto quotient = [&](hn::Vec<F32> values) { return hn::Div(values, divisor); };
+    for (; i + lanes <= count; i += lanes) encode_any(x + i, quotient, codes + i);
+  }
+  encode_tile(x + i, count - i, scale.value, codes + i);
 }
 
 /// Codes of 2 * Lanes(U16()) finite elements of at most 448 * scale, up to the rounding of scale.

@@ -63,7 +63,7 @@ struct PagedRows {
     return data + page * page_stride_bytes + region_offset + offset * bytes;
   }
 
-  /// The record of a bf16 or v32 row.
+  /// The record of a bf16, v32 or f576 row.
   Byte* record(int32_t slot, int64_t bytes) const { return at(slot, bytes); }
   Byte* i132_codes(int32_t slot, int64_t width) const { return at(slot, width); }
   Byte* i132_scale(int32_t slot, int64_t width) const { return at(slot, 4, page_size * width); }

@@ -17,6 +17,7 @@ TEST(PageBytes, FollowsTheLayouts) {
   EXPECT_EQ(page_bytes(RowFormat::kBf16, 64, 576), 64 * 1152);
   EXPECT_EQ(page_bytes(RowFormat::kBf16, 1, 512), 1024);
   EXPECT_EQ(page_bytes(RowFormat::kV32, 64, 576), 64 * 656);
+  EXPECT_EQ(page_bytes(RowFormat::kF576, 64, 576), 64 * 576);
   EXPECT_EQ(page_bytes(RowFormat::kI132, 64, 128), 8448);
   EXPECT_EQ(page_bytes(RowFormat::kI132, 1, 128), 132);
   EXPECT_EQ(page_bytes(RowFormat::kI132, 4, 64), 4 * 68);
@@ -28,6 +29,7 @@ TEST(PageBytes, RefusesWhatTheFormatsDoNotHave) {
   EXPECT_THROW(page_bytes(RowFormat::kBf16, 64, 0), Error);
   EXPECT_THROW(page_bytes(RowFormat::kV32, 64, 512), Error);
   EXPECT_THROW(page_bytes(RowFormat::kI132, 64, -1), Error);
+  EXPECT_THROW(page_bytes(RowFormat::kF576, 64, 512), Error);
   EXPECT_THROW(page_bytes(RowFormat::kBf16, 64, std::numeric_limits<int64_t>::max()), Error);
 }
 
@@ -74,6 +76,7 @@ TEST(KvPool, RefusesWhatItsTableDoesNotList) {
   EXPECT_THROW(KvPool({RowFormat::kV32, 576, 1, 0, 64}, cpu), Error);
   EXPECT_THROW(KvPool({RowFormat::kV32, 576, 1, 4, 0}, cpu), Error);
   EXPECT_THROW(KvPool({RowFormat::kV32, 512, 1, 4, 64}, cpu), Error);
+  EXPECT_EQ(to_string(KvPool({RowFormat::kF576, 576, 1, 4, 64}, cpu).layer(0)), "u8 [4, 36864]");
   EXPECT_THROW(KvPool({RowFormat::kV32, 576, 1, 4, 64}, Device{DeviceKind::kCuda, 0, 1}), Error);
   KvPool pool({RowFormat::kV32, 576, 2, 4, 64}, cpu);
   EXPECT_THROW(pool.layer(-1), Error);

@@ -25,6 +25,7 @@ def pool(pages, page_bytes):
 
 
 V32 = {"row_format": "v32", "page_size": 2}
+F576 = {"row_format": "f576", "page_size": 1}
 I132 = {"row_format": "i132", "page_size": 2, "scale_mode": "fp32"}
 
 
@@ -73,6 +74,15 @@ class PackTest(CommandLineTest):
         values = Tensor("BF16", [3, 2], [0.5] * 6)
         self.assertEqual(self.pack(src, [2, -1, 3], values, {"row_format": "bf16"}), [0.5, 0.5, 0.5, 0.5, 1.5, -2.0])
 
+    def test_f576_divides_by_the_scale_of_the_cache(self):
+        row = [1.0, -0.5, 300.0, 1e4, -1e4, 0.0] + [2.0] * 570
+        for k_scale, codes in ((1, [0x38, 0xB0, 0x79, 0x7E, 0xFE, 0, 0x40]), (0.5, [0x40, 0xB8, 0x7E, 0x7E, 0xFE, 0, 0x48])):
+            got = self.pack(source(row), [3], pool(2, 2 * 576 + 1), F576 | {"page_size": 2, "k_scale": k_scale})
+            begin = 2 * 576 + 1 + 576
+            self.assertEqual(got[begin : begin + 7], codes)
+            self.assertEqual(set(got[begin + 7 : begin + 576]), {codes[-1]})
+            self.assertEqual(set(got[:begin] + got[begin + 576 :]), {FILL})
+
     def test_slots_outside_the_pool_write_nothing(self):
         got = self.pack(source([1.0] * 128), [2147483647], pool(2, 264), I132)
         self.assertEqual(set(got), {FILL})
@@ -92,10 +102,13 @@ class PackTest(CommandLineTest):
         self.expect_refused("pack_rows", good, V32, "width", "576")
         self.expect_refused("pack_rows", good | {"slots": i32(0, 1)}, I132, "slots", "N = 1")
         self.expect_refused("pack_rows", good | {"src": Tensor("F32", [1, 128])}, I132, "src = f32")
-        for row_format in ("v4", "r512", "f576"):
+        for row_format in ("v4", "r512"):
             self.expect_refused("pack_rows", good, I132 | {"row_format": row_format}, "unsupported", row_format)
         self.expect_refused("pack_rows", good | {"inv_scale": Tensor("F32", [2, 1])}, I132, "unsupported", "inv_scale")
-        self.expect_refused("pack_rows", good, I132 | {"k_scale": 0.5}, "unsupported", "k_scale")
+        rows = {"src": source([1.0] * 576), "slots": i32(0), "pool": pool(1, 576)}
+        for k_scale in (0, -1, "1"):
+            self.expect_refused("pack_rows", rows, F576 | {"k_scale": k_scale}, "k_scale")
+        self.expect_refused("pack_rows", good, F576, "width", "576")
 
 
 class UnpackTest(CommandLineTest):
@@ -113,6 +126,12 @@ class UnpackTest(CommandLineTest):
         self.assertEqual([set(row) for row in rows], [{-0.5}, {3.0}, {0.0}, {0.0}, {-0.5}])
         params = {"row_format": "i132", "page_size": 2}  # readers need no scale mode
         self.assertEqual(set(self.unpack(Tensor("U8", [1, 265], page), [0], params)[0]), {3.0})
+
+    def test_f576(self):
+        page = Tensor("U8", [1, 576], [0x38] * 575 + [0xB0])
+        for k_scale in (1.0, 0.5, 2.0):
+            row = self.unpack(page, [0, 1], F576 | {"k_scale": k_scale})
+            self.assertEqual((set(row[0][:575]), row[0][575], set(row[1])), ({k_scale}, -0.5 * k_scale, {0.0}))
 
     def test_bf16(self):
         values = Tensor("BF16", [2, 3], [1, 2, 3, 4, 5, 6])
