@@ -10,6 +10,7 @@
 #include "bench/operator_case.h"
 #include "fovea/merge_lse.h"
 #include "fovea/mha_varlen.h"
+#include "fovea/numeric.h"
 #include "fovea/row_codec.h"
 #include "fovea/sparse_mla.h"
 
@@ -41,6 +42,7 @@ class SparseMlaCase : public OperatorCase<SparseMla, OutLse> {
     q_ = normal_bf16(&generator, {problem.max_rows, problem.num_heads, 576});
     kv_ = normal_bf16(&generator, {kPoolRows, 576});
     if (problem.row_format == RowFormat::kV32) pack_pool();
+    if (problem.row_format == RowFormat::kF576) encode_pool();
     std::vector<int32_t> slots;
     std::vector<bool> listed(kPoolRows, false);
     for (int64_t t = 0; t < problem.max_rows; ++t) {
@@ -50,15 +52,16 @@ class SparseMlaCase : public OperatorCase<SparseMla, OutLse> {
       }
     }
     indices_ = from_i32(slots, {problem.max_rows, problem.topk});
-    const bool v32 = problem.row_format == RowFormat::kV32;
+    const int64_t row_bytes = problem.row_format == RowFormat::kBf16  ? 1152
+                              : problem.row_format == RowFormat::kV32 ? 656
+                                                                      : 576;
     // A pool row that several query rows list has to come from memory once.
     const auto distinct_rows = std::count(listed.begin(), listed.end(), true);
     work_.flops =
         2.0 * (576 + 512) * as_double(problem.max_rows * problem.num_heads * problem.topk);
-    work_.bytes_read =
-        as_double(distinct_rows * (v32 ? 656 : 1152) + q_.bytes() + indices_.bytes());
+    work_.bytes_read = as_double(distinct_rows * row_bytes + q_.bytes() + indices_.bytes());
     work_.bytes_written = as_double(make_outputs().bytes());
-    work_.traffic = v32 ? Traffic::kGather656 : Traffic::kGather1152;
+    work_.traffic = row_bytes == 1152 ? Traffic::kGather1152 : Traffic::kGather656;
   }
 
  private:
@@ -75,6 +78,15 @@ class SparseMlaCase : public OperatorCase<SparseMla, OutLse> {
     const PackRows plan = PackRows::plan(codec, Device::cpu());
     HostBuffer workspace(plan.workspace_bytes());
     plan.run({kv_, slot_list, pool}, workspace.workspace());
+    kv_ = std::move(pool);
+  }
+
+  // The codes of the rows with k_scale 1.
+  void encode_pool() {
+    OwnedTensor pool(DType::kU8, {kPoolRows / kPageSize, kPageSize * 576});
+    const auto* from = static_cast<const bf16_t*>(kv_.view().data);
+    auto* to = static_cast<uint8_t*>(pool.view().data);
+    for (int64_t i = 0; i < kPoolRows * 576; ++i) to[i] = e4m3_from_float(bf16_to_float(from[i]));
     kv_ = std::move(pool);
   }
 
@@ -190,6 +202,7 @@ class MergeLseCase : public OperatorCase<MergeLse, OutLse> {
 };
 
 std::optional<PublishedTarget> sparse_mla_target(int64_t rows, int64_t heads, RowFormat format) {
+  if (format == RowFormat::kF576) return std::nullopt;
   const bool bf16 = format == RowFormat::kBf16;
   if (rows == 1 && heads == 128) return PublishedTarget{bf16 ? 0.80 : 0.85, 1.4, 2.9};
   if (rows == 1 && heads == 16) return PublishedTarget{0.18};
@@ -203,7 +216,7 @@ std::optional<PublishedTarget> sparse_mla_target(int64_t rows, int64_t heads, Ro
 
 std::vector<BenchCase> sparse_mla_cases() {
   std::vector<BenchCase> cases;
-  for (const RowFormat format : {RowFormat::kBf16, RowFormat::kV32}) {
+  for (const RowFormat format : {RowFormat::kBf16, RowFormat::kV32, RowFormat::kF576}) {
     for (const int64_t rows : {1, 16}) {
       for (const int64_t heads : {128, 16, 8}) {
         SparseMlaProblem problem;
@@ -212,7 +225,7 @@ std::vector<BenchCase> sparse_mla_cases() {
         problem.topk = 2048;
         problem.softmax_scale = static_cast<float>(1 / std::sqrt(192.0));
         problem.row_format = format;
-        problem.page_size = format == RowFormat::kV32 ? kPageSize : 0;
+        problem.page_size = format == RowFormat::kBf16 ? 0 : kPageSize;
         BenchCase entry;
         entry.op = "sparse_mla";
         entry.name = fmt::format("h{}_rows{}_{}", heads, rows, to_string(format));

@@ -21,8 +21,9 @@ struct LatentCache {
 LatentCache bind_cache(OperatorCall& call, const std::string& prefix, const LatentCache* first) {
   LatentCache cache;
   cache.row_format = call.choice<RowFormat>(
-      prefix + "row_format", {{"bf16", RowFormat::kBf16}, {"v32", RowFormat::kV32}},
-      first != nullptr ? first->row_format : RowFormat::kBf16, {"v4", "r512", "f576"});
+      prefix + "row_format",
+      {{"bf16", RowFormat::kBf16}, {"v32", RowFormat::kV32}, {"f576", RowFormat::kF576}},
+      first != nullptr ? first->row_format : RowFormat::kBf16, {"v4", "r512"});
   const std::string name = prefix + "kv";
   const bool is_pool = cache.row_format != RowFormat::kBf16 || call.dtype_of(name) == DType::kU8;
   cache.tensor = is_pool ? call.in(name, "u8 [" + prefix + "pages, " + prefix + "page_bytes]")
@@ -49,8 +50,6 @@ void refuse_later_fields(OperatorCall& call) {
     call.later_tensor(name, "inverse rope of the output");
   }
   call.later_tensor("schedule", "a split plan from outside");
-  call.later_param("q_scale", 1, "f576 rows");
-  call.later_param("k_scale", 1, "f576 rows");
 }
 
 }  // namespace
@@ -59,7 +58,7 @@ void run_sparse_mla(OperatorCall& call) {
   refuse_later_fields(call);
   SparseMlaProblem problem;
   SparseMlaTensors tensors;
-  tensors.q = call.in("q", "bf16 [T, H, Dqk]");
+  tensors.q = call.in("q", "bf16|u8 [T, H, Dqk]");
   const LatentCache cache = bind_cache(call, "", nullptr);
   tensors.kv = cache.tensor;
   tensors.indices = call.in("indices", "i32 [T, K]");
@@ -80,7 +79,7 @@ void run_sparse_mla(OperatorCall& call) {
       call.refuse("extra_topk_length is given without extra_kv and extra_indices");
     }
     // Names of the table, without meaning when there is no second cache.
-    call.choice<int>("extra_row_format", {{"bf16", 0}, {"v32", 0}}, 0, {"v4", "r512", "f576"});
+    call.choice<int>("extra_row_format", {{"bf16", 0}, {"v32", 0}, {"f576", 0}}, 0, {"v4", "r512"});
     call.integer("extra_page_size", 0);
   }
   problem.softmax_scale = call.number("softmax_scale");
@@ -88,6 +87,8 @@ void run_sparse_mla(OperatorCall& call) {
       "empty_lse", {{"neg_inf", EmptyLse::kNegInf}, {"pos_inf", EmptyLse::kPosInf}},
       EmptyLse::kNegInf);
   problem.logit_cap = call.number("logit_cap", 0.0f);
+  problem.q_scale = call.number("q_scale", 1.0f);
+  problem.k_scale = call.number("k_scale", 1.0f);
   problem.fixed_splits = call.integer("fixed_splits", 0);
   problem.max_rows = call.extent("T");
   problem.num_heads = call.extent("H");

@@ -35,6 +35,17 @@ void add_v32_pool(CaseBuilder& builder, const std::string& name, int64_t pages, 
   }
 }
 
+// e4m3 codes of normal values.
+void add_codes(CaseBuilder& builder, const std::string& name, std::initializer_list<int64_t> shape,
+               double scale) {
+  builder.codes(name, shape);
+  const TensorView codes = builder.tensor(name);
+  for (int64_t i = 0; i < codes.num_elements(); ++i) {
+    builder.at<uint8_t>(name, i) =
+        e4m3_from_float(static_cast<float>(scale * builder.random().normal()));
+  }
+}
+
 // Sinks of every kind.
 void add_sink(CaseBuilder& builder, int64_t heads) {
   builder.normals("sink", DType::kF32, {heads}, 3);
@@ -68,6 +79,28 @@ VerifyCase make_sparse_case(const std::string& name, const std::string& format, 
   }
   add_indices(builder, "indices", rows, topk, slots);
   builder.param("softmax_scale", 0.1352338);
+  return builder.take();
+}
+
+// Queries of bf16 or, with q_scale > 0, of codes; the second cache is of the same format.
+VerifyCase make_f576_case(const std::string& name, int64_t heads, double q_scale, double k_scale,
+                          uint64_t seed) {
+  CaseBuilder builder(name, seed);
+  const int64_t rows = 5, pages = 6, page_size = 13, topk = 150;
+  if (q_scale > 0) {
+    add_codes(builder, "q", {rows, heads, 576}, 0.5 / q_scale);
+    builder.param("q_scale", q_scale);
+  } else {
+    builder.normals("q", DType::kBf16, {rows, heads, 576}, 0.5);
+  }
+  add_codes(builder, "kv", {pages, page_size * 576 + 5}, 0.5 / k_scale);
+  add_indices(builder, "indices", rows, topk, pages * page_size);
+  builder.integers("topk_length", {rows}, -3, topk + 10);
+  add_codes(builder, "extra_kv", {4, 3 * 576}, 0.5 / k_scale);
+  add_indices(builder, "extra_indices", rows, 20, 12);
+  add_sink(builder, heads);
+  builder.param("row_format", "f576").param("page_size", page_size).param("extra_page_size", 3);
+  builder.param("softmax_scale", 0.1352338).param("k_scale", k_scale);
   return builder.take();
 }
 
@@ -106,6 +139,9 @@ std::vector<VerifyCase> make_sparse_cases(uint64_t seed) {
     cases.push_back(make_sparse_case("v32_page" + std::to_string(page_size), "v32", 4, 16, 192,
                                      page_size, seed));
   }
+  cases.push_back(make_f576_case("f576", 16, 0, 1, seed));
+  cases.push_back(make_f576_case("f576_scales", 9, 0.5, 2, seed));
+  cases.push_back(make_f576_case("f576_odd_scales", 40, 0.07, 0.3, seed));
   cases.push_back(make_sparse_case("width_0", "bf16", 3, 8, 0, 0, seed));
   cases.push_back(make_sparse_case("no_rows", "bf16", 0, 8, 64, 0, seed));
   cases.push_back(

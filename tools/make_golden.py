@@ -588,6 +588,17 @@ def sparse_cases(folder, rng):
     inputs = {"q": q, "kv": kv.bits.view(np.uint8).reshape(20, 1024), "indices": indices}
     expected = sparse(q.values, [(indices, None, kv.values)], scale)
     write(folder, "sparse_mla", "pool-512", {"softmax_scale": scale, "page_size": 1}, inputs, expected)
+    # Codes of queries and keys with a scale each.
+    q = e4m3_codes(rng.normal(size=(3, 2, 576)))
+    pool = np.full((3, 5 * 576 + 7), 0x7F, np.uint8)
+    codes = e4m3_codes(rng.normal(size=(15, 576)))
+    for slot in range(15):
+        pool[slot // 5, slot % 5 * 576 :][:576] = codes[slot]
+    indices = i32(rng.integers(-2, 17, size=(3, 70)))
+    inputs = {"q": q, "kv": pool, "indices": indices}
+    params = {"softmax_scale": scale, "row_format": "f576", "page_size": 5, "q_scale": 0.5, "k_scale": 2.0}
+    expected = sparse(e4m3_values(q) * 0.5, [(indices, None, e4m3_values(codes) * 2.0)], scale)
+    write(folder, "sparse_mla", "f576", params, inputs, expected)
 
 
 def mha_cases(folder, rng):

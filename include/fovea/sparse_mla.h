@@ -22,16 +22,19 @@ inline constexpr int64_t kLatentDim = 512;
 struct SparseMlaProblem {
   int64_t max_rows = 0;       ///< Upper bound of T.
   int64_t num_heads = 0;      ///< H >= 1.
-  int64_t head_dim_qk = 576;  ///< Dqk: 576 or 512 (kV32: 576).
+  int64_t head_dim_qk = 576;  ///< Dqk: 576 or 512 (kV32, kF576: 576).
   int64_t topk = 0;           ///< K, width of indices, 0 .. 2^31 - 1; 0: every row is empty.
   int64_t extra_topk = 0;     ///< Width of extra_indices; 0: the second segment is empty or absent.
   float softmax_scale = 0;    ///< Finite, > 0; never derived from a width.
-  RowFormat row_format = RowFormat::kBf16;  ///< kBf16 or kV32.
+  RowFormat row_format = RowFormat::kBf16;  ///< kBf16, kV32 or kF576.
   int64_t page_size = 0;  ///< Tokens per page of a packed (u8) pool; 0: kv is bf16 [S, Dqk].
   std::optional<RowFormat> extra_row_format = {};  ///< Absent: row_format.
   std::optional<int64_t> extra_page_size =
       {};  ///< Absent: page_size; 0: extra_kv is bf16 [S2, Dqk].
   EmptyLse empty_lse = EmptyLse::kNegInf;
+  float q_scale = 1;  ///< Finite, > 0: q is code * q_scale; 1 for a bf16 q.
+  /// Finite, > 0: a key of a kF576 cache is code * k_scale; 1 unless every cache is kF576.
+  float k_scale = 1;
   float logit_cap = 0;  ///< > 0: cap(s) = logit_cap * tanh(s / logit_cap); 0: cap(s) = s.
   /// n > 0: every row's 64-slot blocks are cut into n contiguous parts (some may be empty) that are
   /// merged in order; changes rounding only. 0: parts of 4 blocks, at most 16 of them (a row of
@@ -40,7 +43,7 @@ struct SparseMlaProblem {
 };
 
 struct SparseMlaTensors {
-  ConstTensorView q;        ///< bf16 [T, H, Dqk]
+  ConstTensorView q;        ///< bf16 [T, H, Dqk]; with row_format kF576 also u8 [T, H, 576], e4m3
   ConstTensorView kv;       ///< bf16 [S, Dqk], or u8 [pages, page_bytes] with page_size
   ConstTensorView indices;  ///< i32 [T, K]; slot, i.e. page * page_size + offset; outside: unused
   ConstTensorView topk_length = {};    ///< optional i32 [T], clamped to [0, K]; columns past it are
@@ -60,7 +63,10 @@ struct SparseMlaTensors {
 /// extra_indices[t, 0:extra_topk_length[t]]:
 ///   s_j = cap(softmax_scale * dot(q[t,h,:], k_j)),   lse[t,h] = ln sum_j exp(s_j),
 ///   out[t,h,:] = sum_j exp(s_j - lse) * k_j[0:512] / (1 + exp(sink[h] - lse))
-/// k_j is the stored bf16 row, or bf16(code * scale) of a packed one (product in fp32).
+/// k_j is the stored bf16 row, or bf16(code * scale) of a v32 one (product in fp32). A key of an
+/// f576 cache and a query of codes are code * k_scale and code * q_scale, not rounded: the codes
+/// enter the products, softmax_scale * q_scale * k_scale multiplies the logits and k_scale the
+/// output. The product of the three must be finite and > 0 in fp32.
 ///
 /// Edges. A slot whose index is outside its cache (negative, or not below S or pages * page_size)
 /// counts as absent, and nothing is read for it: unreferenced memory may hold anything. Duplicates
@@ -72,7 +78,7 @@ struct SparseMlaTensors {
 ///
 /// Determinism: a row's bits depend on its own q, lengths, index list and keys, never on the other
 /// rows or the number of threads, and are the same for a packed row and for the bf16 row that it
-/// decodes to.
+/// decodes to (f576: with k_scale 1, when every value is a bf16 number).
 ///
 /// Throws Error(kInvalidArgument) from plan() for a value outside the tables above and from run()
 /// for tensors that do not match, before anything is written. Contents of device tensors are never

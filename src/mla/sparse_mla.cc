@@ -39,18 +39,43 @@ void check_cache_problem(const std::string& prefix, RowFormat format, int64_t pa
   const std::string row_format = prefix + "row_format";
   const std::string name = prefix + "page_size";
   constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
-  if (format != RowFormat::kBf16 && format != RowFormat::kV32) {
+  if (format != RowFormat::kBf16 && format != RowFormat::kV32 && format != RowFormat::kF576) {
     internal::invalid(
-        kOp, row_format + " = " + std::string(to_string(format)) + ", expected bf16 or v32");
+        kOp, row_format + " = " + std::string(to_string(format)) + ", expected bf16, v32 or f576");
   }
   internal::check_range(kOp, name.c_str(), page_size, 0, kMax);
-  if (format == RowFormat::kV32 && page_size == 0) {
-    internal::invalid(kOp, name + " = 0, but " + row_format +
-                               " v32 needs a packed pool; give the tokens per page");
+  if (format == RowFormat::kBf16) return;
+  const std::string packed = row_format + " " + std::string(to_string(format));
+  if (page_size == 0) {
+    internal::invalid(
+        kOp, name + " = 0, but " + packed + " needs a packed pool; give the tokens per page");
   }
-  if (format == RowFormat::kV32 && head_dim_qk != 576) {
-    internal::invalid(kOp, "head_dim_qk = " + std::to_string(head_dim_qk) + ", but " + row_format +
-                               " v32 needs 576; append zeros as the rope part of q or use bf16");
+  if (head_dim_qk != 576) {
+    internal::invalid(kOp, "head_dim_qk = " + std::to_string(head_dim_qk) + ", but " + packed +
+                               " needs 576; append zeros as the rope part of q or use bf16");
+  }
+}
+
+// The scales of f576. One k_scale serves both caches, so rows that are no codes leave it at 1.
+void check_scales(const SparseMlaProblem& problem) {
+  internal::check_positive_finite(kOp, "softmax_scale", problem.softmax_scale);
+  internal::check_positive_finite(kOp, "q_scale", problem.q_scale);
+  internal::check_positive_finite(kOp, "k_scale", problem.k_scale);
+  if (problem.q_scale != 1 && problem.row_format != RowFormat::kF576) {
+    internal::invalid(kOp, "q_scale = " + std::to_string(problem.q_scale) + ", but row_format " +
+                               std::string(to_string(problem.row_format)) +
+                               " takes bf16 queries: expected 1");
+  }
+  for (const RowFormat format : {problem.row_format, *problem.extra_row_format}) {
+    if (problem.k_scale == 1 || format == RowFormat::kF576) continue;
+    internal::invalid(kOp, "k_scale = " + std::to_string(problem.k_scale) + ", but rows of " +
+                               std::string(to_string(format)) +
+                               " carry their own scale: expected 1");
+  }
+  const auto product = static_cast<float>(internal::logit_scale(problem));
+  if (!std::isfinite(product) || product == 0) {
+    internal::invalid(kOp, "softmax_scale * q_scale * k_scale = " + std::to_string(product) +
+                               " leaves the range of fp32");
   }
 }
 
@@ -64,7 +89,6 @@ SparseMlaProblem check_problem(SparseMlaProblem problem) {
   internal::check_range(kOp, "topk", problem.topk, 0, kMaxWidth);
   internal::check_range(kOp, "extra_topk", problem.extra_topk, 0, kMaxWidth);
   internal::check_range(kOp, "fixed_splits", problem.fixed_splits, 0, kMax);
-  internal::check_positive_finite(kOp, "softmax_scale", problem.softmax_scale);
   if (problem.head_dim_qk != 576 && problem.head_dim_qk != 512) {
     internal::invalid(
         kOp, "head_dim_qk = " + std::to_string(problem.head_dim_qk) + ", expected 576 or 512");
@@ -76,6 +100,7 @@ SparseMlaProblem check_problem(SparseMlaProblem problem) {
   check_cache_problem("", problem.row_format, problem.page_size, problem.head_dim_qk);
   check_cache_problem("extra_", *problem.extra_row_format, *problem.extra_page_size,
                       problem.head_dim_qk);
+  check_scales(problem);
   return problem;
 }
 
@@ -116,7 +141,13 @@ void check_tensors(const SparseMlaProblem& problem, const SparseMlaTensors& tens
   using internal::check_tensor;
   using internal::kAnyExtent;
   const int64_t heads = problem.num_heads;
-  check_tensor(kOp, "q", tensors.q, DType::kBf16, {kAnyExtent, heads, problem.head_dim_qk});
+  const bool q_is_fp8 = problem.row_format == RowFormat::kF576 && tensors.q.dtype == DType::kU8;
+  check_tensor(kOp, "q", tensors.q, q_is_fp8 ? DType::kU8 : DType::kBf16,
+               {kAnyExtent, heads, problem.head_dim_qk});
+  if (!q_is_fp8 && problem.q_scale != 1) {
+    internal::invalid(kOp, "q = bf16 with q_scale = " + std::to_string(problem.q_scale) +
+                               "; give q as u8 codes, or plan with q_scale 1");
+  }
   const int64_t rows = tensors.q.shape[0];
   internal::check_range(kOp, "q.shape[0]", rows, 0, problem.max_rows);
   check_cache("", tensors.kv, problem.row_format, problem.page_size, problem.head_dim_qk);

@@ -20,9 +20,18 @@ inline constexpr int64_t kV32RopeOffset = kV32ScaleOffset + kV32NumScales * 4;
 inline constexpr int64_t kV32RopeChannels = 64;
 inline constexpr int64_t kV32RowBytes = kV32RopeOffset + kV32RopeChannels * 2;
 
+/// An f576 row: 576 e4m3 codes, each of which is the channel up to the factor k_scale.
+inline constexpr int64_t kF576Channels = 576;
+
 /// Bytes of one token's row in a packed pool.
 inline int64_t sparse_mla_row_bytes(RowFormat format, int64_t head_dim_qk) {
-  return format == RowFormat::kV32 ? kV32RowBytes : head_dim_qk * 2;
+  if (format == RowFormat::kV32) return kV32RowBytes;
+  return format == RowFormat::kF576 ? kF576Channels : head_dim_qk * 2;
+}
+
+/// What the logits are multiplied with: queries and f576 keys enter the dot products as codes.
+inline double logit_scale(const SparseMlaProblem& problem) {
+  return static_cast<double>(problem.softmax_scale) * problem.q_scale * problem.k_scale;
 }
 
 /// One cache and the lists of slots that the query rows take from it.
@@ -56,9 +65,10 @@ SparseMlaSegment primary_segment(const SparseMlaProblem& problem, const SparseMl
 /// The second segment; its lists have width 0 when it is absent.
 SparseMlaSegment extra_segment(const SparseMlaProblem& problem, const SparseMlaTensors& tensors);
 
-/// Channel d of a row: the bf16 value, or bf16(code * scale) with the product in fp32. Rows may lie
-/// at any address.
+/// Channel d of a row: the bf16 value, bf16(code * scale) with the product in fp32 (v32), or the
+/// value of the code, which bf16 holds (f576). Rows may lie at any address.
 inline float decode_channel(RowFormat format, const uint8_t* row, int64_t d) {
+  if (format == RowFormat::kF576) return e4m3_to_float(row[d]);
   if (format == RowFormat::kV32 && d < kLatentDim) {
     float scale;
     std::memcpy(&scale, row + kV32ScaleOffset + d / kV32TileChannels * 4, sizeof(scale));

@@ -80,8 +80,12 @@ HWY_INLINE void decode_bf16(const uint8_t* from, int64_t count, float* to) {
 }
 
 HWY_INLINE void decode_row(RowFormat format, const uint8_t* row, int64_t head_dim_qk, float* to) {
-  if (format != RowFormat::kV32) {
+  if (format == RowFormat::kBf16) {
     decode_bf16(row, head_dim_qk, to);
+    return;
+  }
+  if (format == RowFormat::kF576) {
+    dequantize_tile_to_floats(row, kF576Channels, 1.0f, to);
     return;
   }
   for (int64_t tile = 0; tile < kV32NumScales; ++tile) {
@@ -172,7 +176,7 @@ HWY_INLINE void softmax_vector(D d, const GroupShape& shape, float* logits, int6
                                int64_t num_keys, bool first, const HeadState& state, float* alpha,
                                float* weights) {
   const auto neg_inf = hn::Set(d, -std::numeric_limits<float>::infinity());
-  const auto scale = hn::Set(d, shape.softmax_scale);
+  const auto scale = hn::Set(d, shape.logit_scale);
   const auto old_max = first ? neg_inf : hn::LoadU(d, state.max);
   auto max = old_max;
   for (int64_t k = 0; k < num_keys; ++k) {
@@ -318,7 +322,11 @@ void attend_tile(const SparseMlaKernel&, const GroupShape& shape, const KeyTile&
 }
 
 void unpack_row(RowFormat format, const uint8_t* row, int64_t head_dim_qk, bf16_t* out) {
-  if (format != RowFormat::kV32) {
+  if (format == RowFormat::kF576) {
+    dequantize_tile_simd(row, kF576Channels, 1.0f, out);
+    return;
+  }
+  if (format == RowFormat::kBf16) {
     std::memcpy(out, row, static_cast<size_t>(head_dim_qk) * sizeof(bf16_t));
     return;
   }
@@ -383,7 +391,8 @@ void finish(const float* max, const float* sum, const float* values, const HeadO
     return;
   }
   const float lse = *max + std::log(*sum);
-  const float factor = output.sink != nullptr ? sink_factor(*output.sink, lse) : 1.0f;
+  const float factor =
+      output.value_scale * (output.sink != nullptr ? sink_factor(*output.sink, lse) : 1.0f);
   const auto scale = hn::Set(d, factor / *sum);
   for (int64_t i = 0; i < kLatentDim; i += lanes) {
     store_bf16(d, round_to_bf16(d, hn::Mul(hn::Load(d, values + i), scale)), output.out + i);

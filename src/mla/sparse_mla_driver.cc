@@ -64,6 +64,8 @@ SparseMlaScratch cut_scratch(const SparseMlaKernel& kernel, const SparseMlaProbl
   SparseMlaScratch scratch;
   scratch.query =
       cutter.take<char>(static_cast<int64_t>(kernel.query_bytes(problem.head_dim_qk, heads)));
+  const bool has_codes = problem.row_format == RowFormat::kF576;
+  scratch.codes = cutter.take<bf16_t>(has_codes ? heads * kF576Channels : 0);
   scratch.tile = cutter.take<char>(static_cast<int64_t>(kernel.tile_bytes()));
   scratch.logits = cutter.take<float>(kTileKeys * 32);
   scratch.weights = cutter.take<float>(kTileKeys * heads);
@@ -110,20 +112,23 @@ class Run {
         problem_(problem),
         num_threads_(std::max(1, device.num_threads)),
         segments_{primary_segment(problem, tensors), extra_segment(problem, tensors)},
-        q_(access<const bf16_t, 3>(tensors.q)),
+        num_rows_(tensors.q.shape[0]),
+        q_is_fp8_(tensors.q.dtype == DType::kU8),
+        q_(access<const bf16_t, 3>(q_is_fp8_ ? ConstTensorView{} : tensors.q)),
+        q_codes_(access<const uint8_t, 3>(q_is_fp8_ ? tensors.q : ConstTensorView{})),
         sink_(access<const float, 1>(tensors.sink)),
         out_(access<bf16_t, 3>(tensors.out)),
         lse_(access<float, 2>(tensors.lse)),
         max_logits_(access<float, 2>(tensors.max_logits)) {
     WorkspaceCutter cutter(workspace);
     layout_ = cut(kernel, problem, device, cutter);
-    split_ = q_.shape[0] <= max_split_rows(problem, device);
+    split_ = num_rows_ <= max_split_rows(problem, device);
     group_heads_ = choose_group();
     num_groups_ = (problem.num_heads + group_heads_ - 1) / group_heads_;
   }
 
   void run() {
-    const int64_t units = q_.shape[0] * num_groups_;
+    const int64_t units = num_rows_ * num_groups_;
     const ThreadScope threads(num_threads_);
     if (!split_) {
       ParallelFor(units, 1, [&](int64_t begin, int64_t, int worker) {
@@ -137,7 +142,7 @@ class Run {
       attend_part(unit / num_groups_, unit % num_groups_, begin % parts, layout_.workers[worker]);
     });
     const int64_t octets = layout_.partials.heads / kHeadPadding;
-    ParallelFor(q_.shape[0] * octets, 1, [&](int64_t begin, int64_t, int worker) {
+    ParallelFor(num_rows_ * octets, 1, [&](int64_t begin, int64_t, int worker) {
       fold_parts(begin / octets, begin % octets * kHeadPadding, layout_.workers[worker]);
     });
   }
@@ -146,7 +151,7 @@ class Run {
   // The largest group that still gives every thread its share of tasks.
   int64_t choose_group() const {
     int64_t heads = std::min(problem_.num_heads, kMaxGroupHeads);
-    const int64_t per_group = q_.shape[0] * (split_ ? layout_.partials.parts : 1);
+    const int64_t per_group = num_rows_ * (split_ ? layout_.partials.parts : 1);
     const auto tasks = [&] { return (problem_.num_heads + heads - 1) / heads * per_group; };
     while (num_threads_ > 1 && heads > kMinGroupHeads && tasks() < kTasksPerThread * num_threads_) {
       heads = std::max(kMinGroupHeads, padded_heads((heads + 1) / 2));
@@ -161,7 +166,7 @@ class Run {
     shape.padded_heads = padded_heads(shape.num_heads);
     shape.row_format = problem_.row_format;
     shape.extra_row_format = *problem_.extra_row_format;
-    shape.softmax_scale = problem_.softmax_scale;
+    shape.logit_scale = static_cast<float>(logit_scale(problem_));
     shape.logit_cap = problem_.logit_cap;
     return shape;
   }
@@ -174,7 +179,15 @@ class Run {
                   SparseMlaScratch& scratch) const {
     const int64_t head = group * group_heads_;
     if (scratch.loaded_row == t && scratch.loaded_head == head) return;
-    kernel_.load_query(shape, q_.row(t, head), q_.stride[1], scratch.query);
+    if (q_is_fp8_) {
+      for (int64_t h = 0; h < shape.num_heads; ++h) {
+        kernel_.unpack_row(RowFormat::kF576, q_codes_.row(t, head + h), kF576Channels,
+                           scratch.codes + h * kF576Channels);
+      }
+      kernel_.load_query(shape, scratch.codes, kF576Channels, scratch.query);
+    } else {
+      kernel_.load_query(shape, q_.row(t, head), q_.stride[1], scratch.query);
+    }
     scratch.loaded_row = t;
     scratch.loaded_head = head;
   }
@@ -258,6 +271,7 @@ class Run {
     output.lse = &lse_(t, h);
     output.max_logit = max_logits_ ? &max_logits_(t, h) : nullptr;
     output.sink = sink_ ? &sink_(h) : nullptr;
+    output.value_scale = problem_.k_scale;
     output.empty_lse = problem_.empty_lse;
     if (empty)
       kernel_.finish(&kNegInf, &kNoSum, nullptr, output);
@@ -269,7 +283,10 @@ class Run {
   const SparseMlaProblem& problem_;
   int num_threads_;
   SparseMlaSegment segments_[2];
+  int64_t num_rows_;
+  bool q_is_fp8_;
   Accessor<const bf16_t, 3> q_;
+  Accessor<const uint8_t, 3> q_codes_;
   Accessor<const float, 1> sink_;
   Accessor<bf16_t, 3> out_;
   Accessor<float, 2> lse_;

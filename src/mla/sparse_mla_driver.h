@@ -46,13 +46,14 @@ struct GroupShape {
   int64_t padded_heads;
   RowFormat row_format;
   RowFormat extra_row_format;
-  float softmax_scale;
+  float logit_scale;
   float logit_cap;
 };
 
 /// Memory of one worker.
 struct SparseMlaScratch {
   void* query;     // in the kernel's own layout
+  bf16_t* codes;   // [heads, 576], decoded e4m3 queries (f576)
   void* tile;      // decoded keys, likewise
   float* logits;   // [64, at most 32 heads]
   float* weights;  // [padded_heads / 4, 64, 4]: exp(s_j - max) of 4 heads at a time
@@ -69,6 +70,7 @@ struct HeadOutput {
   float* lse;
   float* max_logit;   // may be null
   const float* sink;  // may be null
+  float value_scale;  // k_scale
   EmptyLse empty_lse;
 };
 

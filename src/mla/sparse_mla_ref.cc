@@ -46,16 +46,18 @@ struct Head {
   double sum;  // of exp(s_j - max_logit)
 };
 
-// Fills logits[j] = cap(scale * dot(q, k_j)).
-Head compute_logits(const SparseMlaProblem& problem, const bf16_t* q, const float* keys,
+// Fills logits[j] = cap(scale * dot(q, k_j)); `q_at(d)` is channel d of the query.
+template <class Query>
+Head compute_logits(const SparseMlaProblem& problem, const Query& q_at, const float* keys,
                     int64_t num_keys, double* logits) {
+  const double scale = logit_scale(problem);
   Head head{kNegInf, 0};
   for (int64_t j = 0; j < num_keys; ++j) {
     double dot = 0;
     for (int64_t d = 0; d < problem.head_dim_qk; ++d) {
-      dot += static_cast<double>(bf16_to_float(q[d])) * keys[j * problem.head_dim_qk + d];
+      dot += static_cast<double>(q_at(d)) * keys[j * problem.head_dim_qk + d];
     }
-    double logit = static_cast<double>(problem.softmax_scale) * dot;
+    double logit = scale * dot;
     const double cap = problem.logit_cap;
     if (cap > 0) logit = cap * std::tanh(logit / cap);
     logits[j] = logit;
@@ -68,13 +70,15 @@ Head compute_logits(const SparseMlaProblem& problem, const bf16_t* q, const floa
 }
 
 // One (row, head): out, lse and max_logits from the decoded keys of the row.
-void attend(const SparseMlaProblem& problem, const bf16_t* q, const float* sink,
+template <class Query>
+void attend(const SparseMlaProblem& problem, const Query& q_at, const float* sink,
             const Scratch& scratch, int64_t num_keys, bf16_t* out, float* lse, float* max_logit) {
-  const Head head = compute_logits(problem, q, scratch.keys, num_keys, scratch.logits);
+  const Head head = compute_logits(problem, q_at, scratch.keys, num_keys, scratch.logits);
   const bool empty = head.max_logit == kNegInf;
   // A +inf logit makes the sum NaN (inf - inf), and with it everything that this head reports.
   const double log_sum = empty ? kNegInf : head.max_logit + std::log(head.sum);
-  const double factor = sink != nullptr ? sink_factor(*sink, log_sum) : 1.0;
+  // V is the latent part of K, hence of the same scale.
+  const double factor = problem.k_scale * (sink != nullptr ? sink_factor(*sink, log_sum) : 1.0);
   double values[kLatentDim] = {};
   for (int64_t j = 0; j < num_keys && !empty; ++j) {
     const double weight = std::exp(scratch.logits[j] - log_sum);
@@ -104,17 +108,22 @@ void sparse_mla_ref(const SparseMlaProblem& problem, const Device&, const Sparse
   const Scratch scratch = cut(problem, cutter);
   const SparseMlaSegment primary = primary_segment(problem, tensors);
   const SparseMlaSegment extra = extra_segment(problem, tensors);
-  const auto q = access<const bf16_t, 3>(tensors.q);
+  const bool q_is_fp8 = tensors.q.dtype == DType::kU8;
+  const auto q = access<const bf16_t, 3>(q_is_fp8 ? ConstTensorView{} : tensors.q);
+  const auto q_codes = access<const uint8_t, 3>(q_is_fp8 ? tensors.q : ConstTensorView{});
   const auto sink = access<const float, 1>(tensors.sink);
   const auto out = access<bf16_t, 3>(tensors.out);
   const auto lse = access<float, 2>(tensors.lse);
   const auto max_logits = access<float, 2>(tensors.max_logits);
-  for (int64_t t = 0; t < q.shape[0]; ++t) {
+  for (int64_t t = 0; t < tensors.q.shape[0]; ++t) {
     int64_t num_keys = append_keys(primary, t, problem.head_dim_qk, scratch.keys, 0);
     num_keys = append_keys(extra, t, problem.head_dim_qk, scratch.keys, num_keys);
     for (int64_t h = 0; h < problem.num_heads; ++h) {
-      attend(problem, q.row(t, h), sink ? &sink(h) : nullptr, scratch, num_keys, out.row(t, h),
-             &lse(t, h), max_logits ? &max_logits(t, h) : nullptr);
+      const auto q_at = [&](int64_t d) {
+        return q_is_fp8 ? e4m3_to_float(q_codes(t, h, d)) : bf16_to_float(q(t, h, d));
+      };
+      attend(problem, q_at, sink ? &sink(h) : nullptr, scratch, num_keys, out.row(t, h), &lse(t, h),
+             max_logits ? &max_logits(t, h) : nullptr);
     }
   }
 }

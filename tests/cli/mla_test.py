@@ -82,6 +82,22 @@ class SparseMlaTest(CommandLineTest):
         tensors["kv"] = Tensor("U8", [2, 2314], pages)
         self.assertEqual(self.attend(tensors, PARAMS | {"page_size": 2})["out"].values[0], 1.5)
 
+    def test_an_f576_pool_and_queries_of_codes(self):
+        # Keys of code 0x38 (1.0) and 0x40 (2.0), queries of 1.0: the logits are 576 and 1152 times the scales.
+        tensors = {
+            "q": Tensor("U8", [1, 1, 576], b"\x38" * 576),
+            "kv": Tensor("U8", [1, 2 * 576], b"\x38" * 576 + b"\x40" * 576),
+            "indices": Tensor("I32", [1, 1], [1]),
+        }
+        params = {"softmax_scale": 0.125, "row_format": "f576", "page_size": 2, "q_scale": 0.5, "k_scale": 2}
+        out = self.attend(tensors, params)
+        self.assertEqual(list(out["lse"].values), [144.0])
+        self.assertEqual(set(out["out"].values), {4.0})
+        tensors["q"] = Tensor("BF16", [1, 1, 576])
+        self.expect_refused("sparse_mla", tensors, params, "q = bf16 with q_scale")
+        out = self.attend(tensors, params | {"q_scale": 1})
+        self.assertEqual(list(out["lse"].values), [0.0])
+
     def test_what_is_refused(self):
         good = sparse_inputs([[1, 2]])
         no_index = {name: tensor for name, tensor in good.items() if name != "indices"}
@@ -108,12 +124,13 @@ class SparseMlaTest(CommandLineTest):
 
     def test_fields_of_later_formats_are_unsupported(self):
         good = sparse_inputs([[1, 2]])
-        for row_format in ("v4", "r512", "f576"):
+        for row_format in ("v4", "r512"):
             self.expect_refused("sparse_mla", good, PARAMS | {"row_format": row_format}, "unsupported", row_format)
         for name in ("inv_scale", "extra_inv_scale", "extra_page_table", "extra_len", "row_to_request", "inverse_rope",
                      "positions", "schedule"):  # fmt: skip
             self.expect_refused("sparse_mla", good | {name: Tensor("F32", [1])}, PARAMS, "unsupported", name)
-        self.expect_refused("sparse_mla", good, PARAMS | {"q_scale": 2}, "unsupported", "q_scale")
+        self.expect_refused("sparse_mla", good, PARAMS | {"q_scale": 2}, "q_scale = 2", "expected 1")
+        self.expect_refused("sparse_mla", good, PARAMS | {"k_scale": 2}, "k_scale = 2", "expected 1")
         self.attend(good, PARAMS | {"q_scale": 1, "k_scale": 1.0})
 
 

@@ -14,6 +14,11 @@ namespace {
 constexpr int64_t kV32Bytes = 656;
 constexpr long double kInfinity = std::numeric_limits<long double>::infinity();
 
+int64_t row_bytes(RowFormat format, int64_t head_dim_qk) {
+  if (format == RowFormat::kV32) return kV32Bytes;
+  return format == RowFormat::kF576 ? 576 : 2 * head_dim_qk;
+}
+
 uint16_t bits_of(double bf16_value) { return bf16_from_float(static_cast<float>(bf16_value)).bits; }
 
 uint32_t bits_of_f32(double value) { return std::bit_cast<uint32_t>(static_cast<float>(value)); }
@@ -100,7 +105,8 @@ testing::AssertionResult SameBits(const Outputs& a, const Outputs& b) {
 
 SparseMlaCase::SparseMlaCase(const CaseSpec& spec) : spec_(spec) {
   Rng rng(spec.seed);
-  q = StridedTensor(DType::kBf16, {spec.rows, spec.heads, spec.head_dim_qk}, {0, 1, 128}, 0xFF);
+  q = StridedTensor(spec.q_code_scale > 0 ? DType::kU8 : DType::kBf16,
+                    {spec.rows, spec.heads, spec.head_dim_qk}, {0, 1, 128}, 0xFF);
   for (int64_t t = 0; t < spec.rows; ++t) {
     for (int64_t h = 0; h < spec.heads; ++h) {
       for (int64_t d = 0; d < spec.head_dim_qk; ++d)
@@ -119,20 +125,27 @@ SparseMlaCase::SparseMlaCase(const CaseSpec& spec) : spec_(spec) {
 }
 
 void SparseMlaCase::set_q(int64_t t, int64_t h, int64_t d, float value) {
-  q.at<bf16_t>({t, h, d}) = bf16_from_float(value);
+  if (spec_.q_code_scale > 0)
+    q.at<uint8_t>({t, h, d}) = e4m3_from_float(value / spec_.q_code_scale);
+  else
+    q.at<bf16_t>({t, h, d}) = bf16_from_float(value);
+}
+
+double SparseMlaCase::query(int64_t t, int64_t h, int64_t d) const {
+  if (spec_.q_code_scale == 0) return bf16_to_float(q.at<bf16_t>({t, h, d}));
+  return static_cast<double>(spec_.q_code_scale) * e4m3_to_float(q.at<uint8_t>({t, h, d}));
 }
 
 void SparseMlaCase::build_cache(Cache& cache, const CacheSpec& spec, Rng& rng) {
   cache.spec = spec;
-  const int64_t row_bytes =
-      spec.format == RowFormat::kV32 ? kV32Bytes : spec_.head_dim_qk * int64_t{2};
   // Byte 0xFF everywhere: NaN as bf16, as e4m3 and as fp32 scale. Page strides of a packed pool are
   // odd, so its rows lie at any address.
-  cache.pool =
-      spec.page_size == 0
-          ? StridedTensor(DType::kBf16, {spec.num_keys, spec_.head_dim_qk}, {0, 128}, 0xFF)
-          : StridedTensor(DType::kU8, {spec.num_keys / spec.page_size, spec.page_size * row_bytes},
-                          {0, 19}, 0xFF);
+  cache.pool = spec.page_size == 0
+                   ? StridedTensor(DType::kBf16, {spec.num_keys, spec_.head_dim_qk}, {0, 128}, 0xFF)
+                   : StridedTensor(DType::kU8,
+                                   {spec.num_keys / spec.page_size,
+                                    spec.page_size * row_bytes(spec.format, spec_.head_dim_qk)},
+                                   {0, 19}, 0xFF);
   cache.keys.assign(static_cast<size_t>(spec.num_keys * spec_.head_dim_qk), std::nan(""));
   std::vector<char> referenced(static_cast<size_t>(spec.num_keys), 0);
   build_lists(cache, rng, referenced);
@@ -186,9 +199,14 @@ void SparseMlaCase::write_key(Cache& cache, int64_t key, Rng& rng) {
   auto* row =
       static_cast<uint8_t*>(cache.pool.view().data) +
       page * cache.pool.view().stride[0] * static_cast<int64_t>(size_of(cache.pool.view().dtype));
-  if (spec.page_size > 0)
-    row += key % spec.page_size *
-           (spec.format == RowFormat::kV32 ? kV32Bytes : spec_.head_dim_qk * int64_t{2});
+  if (spec.page_size > 0) row += key % spec.page_size * row_bytes(spec.format, spec_.head_dim_qk);
+  if (spec.format == RowFormat::kF576) {
+    for (int64_t d = 0; d < 576; ++d) {
+      row[d] = e4m3_from_float(values[static_cast<size_t>(d)] / spec_.k_scale);
+      decoded[d] = static_cast<double>(spec_.k_scale) * e4m3_to_float(row[d]);
+    }
+    return;
+  }
   const int64_t num_codes = spec.format == RowFormat::kV32 ? 512 : 0;
   for (int64_t d = 0; d < num_codes; ++d) {
     float* tile = values.data() + d / 128 * 128;
@@ -237,6 +255,8 @@ SparseMlaProblem SparseMlaCase::problem() const {
   }
   problem.empty_lse = spec_.empty_lse;
   problem.logit_cap = spec_.logit_cap;
+  if (spec_.q_code_scale > 0) problem.q_scale = spec_.q_code_scale;
+  problem.k_scale = spec_.k_scale;
   problem.fixed_splits = spec_.fixed_splits;
   return problem;
 }
@@ -357,8 +377,7 @@ Outputs SparseMlaCase::expected(int64_t begin, int64_t end) const {
     }
     for (int64_t h = 0; h < spec_.heads; ++h) {
       std::vector<double> query;
-      for (int64_t d = 0; d < spec_.head_dim_qk; ++d)
-        query.push_back(bf16_to_float(q.at<bf16_t>({t, h, d})));
+      for (int64_t d = 0; d < spec_.head_dim_qk; ++d) query.push_back(this->query(t, h, d));
       const HeadFormula head = apply_formula(problem, query, keys);
       const long double lse = std::log(head.sum);
       const long double factor = spec_.sink ? 1 / (1 + std::exp(sink.at<float>({h}) - lse)) : 1.0L;
@@ -375,8 +394,8 @@ Outputs SparseMlaCase::expected(int64_t begin, int64_t end) const {
 testing::AssertionResult SparseMlaCase::matches(const Outputs& actual, int64_t begin,
                                                 int64_t end) const {
   const Outputs reference = expected(begin, end);
-  const bool fp8 = spec_.primary.format == RowFormat::kV32 ||
-                   (spec_.extra.num_keys > 0 && spec_.extra.format == RowFormat::kV32);
+  const bool fp8 = spec_.primary.format != RowFormat::kBf16 ||
+                   (spec_.extra.num_keys > 0 && spec_.extra.format != RowFormat::kBf16);
   const auto out = ExpectClose(actual.out, reference.out, fp8 ? kSparseFp8Out : kSparseOut);
   if (!out) return testing::AssertionFailure() << "out: " << out.message();
   const Tolerance lse_limit = fp8 ? kSparseFp8Lse : kSparseLse;

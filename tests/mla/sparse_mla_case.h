@@ -68,6 +68,8 @@ struct CaseSpec {
   EmptyLse empty_lse = EmptyLse::kNegInf;
   double invalid_share = 0.2;  // of the slots
   float q_scale = 1.0f;
+  float q_code_scale = 0;  // > 0: q is u8, its channels code * q_code_scale
+  float k_scale = 1.0f;
   uint64_t seed = 1;
 };
 
@@ -97,8 +99,9 @@ class SparseMlaCase {
   testing::AssertionResult matches(const Outputs& actual, int64_t begin = 0,
                                    int64_t end = -1) const;
 
-  /// Overwrites one query element.
+  /// Overwrites one query element; as it is kept.
   void set_q(int64_t t, int64_t h, int64_t d, float value);
+  double query(int64_t t, int64_t h, int64_t d) const;
   /// The index list of a cache (0 primary, 1 extra), to be changed by a test before running; a slot
   /// made valid must name a key that some list named before.
   int32_t& index(int cache, int64_t t, int64_t slot) const;

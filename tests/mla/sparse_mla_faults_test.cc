@@ -86,13 +86,18 @@ void write_v32_row(uint8_t* row, test::Rng& rng) {
 void write_row(RowFormat format, uint8_t* row, test::Rng& rng) {
   if (format == RowFormat::kV32) {
     write_v32_row(row, rng);
+  } else if (format == RowFormat::kF576) {
+    for (int d = 0; d < 576; ++d)
+      row[d] = static_cast<uint8_t>(rng.integer(0, 0x48) | rng.integer(0, 1) << 7);
   } else {
     const std::vector<bf16_t> values = rng.bf16_normals(576);
     std::memcpy(row, values.data(), 1152);
   }
 }
 
-int64_t row_bytes(RowFormat format) { return format == RowFormat::kV32 ? 656 : 1152; }
+int64_t row_bytes(RowFormat format) {
+  return format == RowFormat::kV32 ? 656 : format == RowFormat::kF576 ? 576 : 1152;
+}
 
 TEST_P(SparseMlaFaultTest, KnownFault3InvalidEntriesInAnIndexList) {
   // 100 keys between NaN rows.
@@ -144,7 +149,7 @@ TEST_P(SparseMlaFaultTest, KnownFault4EmptyRowsAndEmptySplits) {
 }
 
 TEST_P(SparseMlaFaultTest, KnownFault5UnwrittenTailOfTheLastPage) {
-  for (const RowFormat format : {RowFormat::kBf16, RowFormat::kV32}) {
+  for (const RowFormat format : {RowFormat::kBf16, RowFormat::kV32, RowFormat::kF576}) {
     for (const auto& [page_size, num_keys] :
          {std::pair<int64_t, int64_t>{4, 13}, {64, 1}, {64, 13}, {64, 63}, {64, 64}, {64, 65}}) {
       const int64_t pages = (num_keys + page_size - 1) / page_size;
@@ -175,6 +180,8 @@ TEST_P(SparseMlaFaultTest, KnownFault5UnwrittenTailOfTheLastPage) {
 TEST_P(SparseMlaFaultTest, KnownFault6PoolsBeyondTwoToThe32Bytes) {
   for (const auto& [format, page] : {std::pair<RowFormat, int64_t>{RowFormat::kBf16, 58255},
                                      {RowFormat::kBf16, 116509},
+                                     {RowFormat::kF576, 58255},
+                                     {RowFormat::kF576, 116509},
                                      {RowFormat::kV32, 51151},
                                      {RowFormat::kV32, 102301}}) {
     const int64_t page_bytes = 64 * row_bytes(format);
@@ -222,25 +229,67 @@ TEST_P(SparseMlaFaultTest, KnownFault6RowsFarApart) {
 }
 
 TEST_P(SparseMlaFaultTest, KnownFault7EveryHeadEqualsItsOwnRun) {
-  for (const int64_t heads : {1, 8, 16, 20, 32, 40, 64, 96, 128}) {
-    CaseSpec spec;
-    spec.rows = 1;
-    spec.heads = heads;
-    spec.primary = {RowFormat::kV32, 8, 40, 30, false};
-    spec.sink = true;  // ends at a guard page, so reading a padding head's sink is fatal
-    SparseMlaCase test_case(spec);
-    for (int64_t d = 0; d < 576; ++d) test_case.set_q(0, heads / 2, d, std::nanf(""));
-    const Outputs all = test_case.run(options());
-    for (const int64_t head : {int64_t{0}, heads / 2, heads - 1}) {
-      const Outputs alone = test_case.run_head(options(), head);
-      const auto begin = static_cast<std::ptrdiff_t>(head * 512);
-      EXPECT_TRUE(
-          std::equal(alone.out_bits.begin(), alone.out_bits.end(), all.out_bits.begin() + begin))
-          << "head " << head << " of " << heads;
-      EXPECT_EQ(alone.lse_bits[0], all.lse_bits[static_cast<size_t>(head)]);
+  for (const RowFormat format : {RowFormat::kV32, RowFormat::kBf16, RowFormat::kF576}) {
+    for (const int64_t heads : {1, 8, 16, 20, 32, 40, 64, 96, 128}) {
+      SCOPED_TRACE(std::string(to_string(format)) + ", heads " + std::to_string(heads));
+      CaseSpec spec;
+      spec.rows = 1;
+      spec.heads = heads;
+      spec.primary = {format, format == RowFormat::kBf16 ? 0 : 8, 40, 30, false};
+      spec.sink = true;  // ends at a guard page, so reading a padding head's sink is fatal
+      if (format == RowFormat::kF576) {
+        spec.q_code_scale = 0.25f;
+        spec.k_scale = 0.7f;
+      }
+      SparseMlaCase test_case(spec);
+      for (int64_t d = 0; d < 576; ++d) test_case.set_q(0, heads / 2, d, std::nanf(""));
+      const Outputs all = test_case.run(options());
+      for (const int64_t head : {int64_t{0}, heads / 2, heads - 1}) {
+        const Outputs alone = test_case.run_head(options(), head);
+        const auto begin = static_cast<std::ptrdiff_t>(head * 512);
+        EXPECT_TRUE(
+            std::equal(alone.out_bits.begin(), alone.out_bits.end(), all.out_bits.begin() + begin))
+            << "head " << head;
+        EXPECT_EQ(alone.lse_bits[0], all.lse_bits[static_cast<size_t>(head)]);
+      }
+      for (size_t h = 0; h < static_cast<size_t>(heads); ++h)
+        EXPECT_EQ(std::isnan(all.lse[h]), h == static_cast<size_t>(heads / 2));
     }
-    for (size_t h = 0; h < static_cast<size_t>(heads); ++h)
-      EXPECT_EQ(std::isnan(all.lse[h]), h == static_cast<size_t>(heads / 2));
+  }
+}
+
+// The head counts that tensor parallelism leaves of 128 query heads, on every cache of the model:
+// every single head, over lists of several parts and for one thread and for more.
+TEST_P(SparseMlaFaultTest, LocalHeadsOfTensorParallelEqualTheirSingleHeadRuns) {
+  for (const RowFormat format : {RowFormat::kV32, RowFormat::kBf16, RowFormat::kF576}) {
+    for (const int64_t heads : {8, 16, 32, 96, 128}) {
+      SCOPED_TRACE(std::string(to_string(format)) + ", heads " + std::to_string(heads));
+      CaseSpec spec;
+      spec.rows = 2;
+      spec.heads = heads;
+      spec.primary = {format, format == RowFormat::kBf16 ? 0 : 8, 40, 330, false};
+      spec.seed = static_cast<uint64_t>(heads);
+      if (format == RowFormat::kF576) spec.k_scale = 2.0f;
+      SparseMlaCase test_case(spec);
+      const Outputs all = test_case.run(options());
+      EXPECT_TRUE(SameBits(all, test_case.run(options(), 2)));
+      const bool slow = GetParam().implementation == "ref" || GetParam().isa == CpuIsa::kBaseline;
+      const int64_t step = slow ? 7 : 1;
+      for (int64_t head = 0; head < heads; head += step) {
+        const Outputs alone = test_case.run_head(options(), head);
+        for (int64_t t = 0; t < 2; ++t) {
+          const auto from = static_cast<std::ptrdiff_t>(t * 512);
+          const auto to = static_cast<std::ptrdiff_t>((t * heads + head) * 512);
+          ASSERT_TRUE(std::equal(alone.out_bits.begin() + from, alone.out_bits.begin() + from + 512,
+                                 all.out_bits.begin() + to))
+              << "row " << t << ", head " << head;
+          ASSERT_EQ(alone.lse_bits[static_cast<size_t>(t)],
+                    all.lse_bits[static_cast<size_t>(t * heads + head)]);
+          ASSERT_EQ(alone.max_logits_bits[static_cast<size_t>(t)],
+                    all.max_logits_bits[static_cast<size_t>(t * heads + head)]);
+        }
+      }
+    }
   }
 }
 
@@ -377,7 +426,43 @@ TEST(SparseMla, PlanRefusesBadProblemsAndSaysWhy) {
   EXPECT_THAT(refusal([](P& p) { p.row_format = RowFormat::kV32; }),
               HasSubstr("page_size = 0, but row_format v32 needs a packed pool"));
   EXPECT_THAT(refusal([](P& p) { p.row_format = RowFormat::kI132; }),
-              HasSubstr("row_format = i132, expected bf16 or v32"));
+              HasSubstr("row_format = i132, expected bf16, v32 or f576"));
+  EXPECT_THAT(refusal([](P& p) { p.row_format = RowFormat::kF576; }),
+              HasSubstr("page_size = 0, but row_format f576 needs a packed pool"));
+  const auto f576 = [](P& p) {
+    p.row_format = RowFormat::kF576;
+    p.page_size = 64;
+  };
+  EXPECT_THAT(refusal([&](P& p) {
+                f576(p);
+                p.head_dim_qk = 512;
+              }),
+              HasSubstr("row_format f576 needs 576"));
+  for (const float scale : {0.0f, -1.0f, kInf, std::nanf("")}) {
+    EXPECT_THAT(refusal([&](P& p) {
+                  f576(p);
+                  p.q_scale = scale;
+                }),
+                HasSubstr("q_scale"));
+    EXPECT_THAT(refusal([&](P& p) {
+                  f576(p);
+                  p.k_scale = scale;
+                }),
+                HasSubstr("k_scale"));
+  }
+  EXPECT_THAT(refusal([](P& p) { p.q_scale = 2; }), HasSubstr("q_scale = 2"));
+  EXPECT_THAT(refusal([](P& p) { p.k_scale = 2; }), HasSubstr("k_scale = 2"));
+  EXPECT_THAT(refusal([&](P& p) {
+                f576(p);
+                p.k_scale = 2;
+                p.extra_row_format = RowFormat::kV32;
+              }),
+              HasSubstr("k_scale = 2.000000, but rows of v32"));
+  EXPECT_THAT(refusal([&](P& p) {
+                f576(p);
+                p.softmax_scale = p.q_scale = p.k_scale = 1e-20f;
+              }),
+              HasSubstr("leaves the range of fp32"));
   EXPECT_THAT(refusal([](P& p) {
                 p.row_format = RowFormat::kV32;
                 p.page_size = 64;
@@ -428,6 +513,29 @@ TEST(SparseMla, RunRefusesTensorsThatDoNotFitThePlan) {
               HasSubstr("workspace"));
 }
 
+TEST(SparseMla, QueriesOfCodesNeedF576AndTheirScaleNeedsCodes) {
+  SparseMlaProblem problem = small_problem();
+  problem.page_size = 4;
+  Tensor codes(DType::kU8, {2, 3, 576}), q(DType::kBf16, {2, 3, 576}), kv(DType::kU8, {9, 4 * 656});
+  Tensor indices(DType::kI32, {2, 4}), out(DType::kBf16, {2, 3, 512}), lse(DType::kF32, {2, 3});
+  const auto refusal = [&](const Tensor& query) {
+    const SparseMla plan = SparseMla::plan(problem, Device::cpu(1));
+    HostBuffer scratch(plan.workspace_bytes());
+    SparseMlaTensors tensors;
+    tensors.q = query;
+    tensors.kv = kv;
+    tensors.indices = indices;
+    tensors.out = out;
+    tensors.lse = lse;
+    return message_of([&] { plan.run(tensors, scratch.workspace()); });
+  };
+  problem.row_format = RowFormat::kV32;
+  EXPECT_THAT(refusal(codes), testing::HasSubstr("q = u8 [2, 3, 576], expected bf16"));
+  problem.row_format = RowFormat::kF576;
+  problem.q_scale = 2;
+  EXPECT_THAT(refusal(q), testing::HasSubstr("q = bf16 with q_scale = 2"));
+}
+
 TEST(SparseMla, RefusesPoolPagesThatAreTooShort) {
   SparseMlaProblem problem = small_problem();
   problem.row_format = RowFormat::kV32;
@@ -450,6 +558,8 @@ TEST(SparseMla, WorkspaceDependsOnBoundsAloneAndStaysBounded) {
   SparseMlaProblem problem = small_problem();
   problem.num_heads = 128;
   problem.topk = 2048;
+  problem.row_format = RowFormat::kF576;  // the format that needs most
+  problem.page_size = 64;
   for (const int threads : {1, 2, 64}) {
     size_t previous = 0;
     for (const int64_t rows : {1, 16, 4096, 1 << 20}) {

@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "fovea/error.h"
+#include "fovea/numeric.h"
 #include "tests/mla/sparse_mla_case.h"
 #include "tests/support/targets.h"
 
@@ -44,6 +45,10 @@ CacheSpec v32_pages(int64_t pages, int64_t page_size, int64_t topk) {
   return {RowFormat::kV32, page_size, pages * page_size, topk, false};
 }
 
+CacheSpec f576_pages(int64_t pages, int64_t page_size, int64_t topk) {
+  return {RowFormat::kF576, page_size, pages * page_size, topk, false};
+}
+
 TEST_P(SparseMlaTest, FollowsTheFormulaForEveryHeadCount) {
   for (const int64_t heads : {1, 2, 3, 4, 5, 7, 8, 9, 16, 20, 32, 40, 96, 128}) {
     expect_formula({.rows = 1, .heads = heads, .primary = bf16_rows(50, 65)});
@@ -54,6 +59,7 @@ TEST_P(SparseMlaTest, FollowsTheFormulaForEveryListWidth) {
   for (const int64_t topk : {1, 2, 63, 64, 65, 133, 192, 2047}) {
     expect_formula({.rows = 2, .heads = 3, .primary = bf16_rows(300, topk)});
     expect_formula({.rows = 2, .heads = 3, .primary = v32_pages(5, 61, topk)});
+    expect_formula({.rows = 2, .heads = 3, .primary = f576_pages(5, 61, topk)});
   }
 }
 
@@ -61,6 +67,7 @@ TEST_P(SparseMlaTest, FollowsTheFormulaForEveryPageSizeAndWidth) {
   for (const int64_t page_size : {1, 2, 53, 61, 64, 69, 576}) {
     const int64_t pages = (200 + page_size - 1) / page_size;
     expect_formula({.rows = 2, .heads = 5, .primary = v32_pages(pages, page_size, 70)});
+    expect_formula({.rows = 2, .heads = 5, .primary = f576_pages(pages, page_size, 70)});
     for (const int64_t head_dim_qk : {512, 576}) {
       expect_formula({.rows = 2,
                       .heads = 5,
@@ -74,7 +81,8 @@ TEST_P(SparseMlaTest, FollowsTheFormulaOverTwoSegmentsOfAnyFormats) {
   const CacheSpec segments[] = {{RowFormat::kBf16, 0, 90, 133, true},
                                 {RowFormat::kBf16, 7, 84, 65, true},
                                 {RowFormat::kV32, 2, 80, 70, true},
-                                {RowFormat::kV32, 64, 128, 5, false}};
+                                {RowFormat::kV32, 64, 128, 5, false},
+                                {RowFormat::kF576, 5, 90, 70, true}};
   uint64_t seed = 1;
   for (const CacheSpec& primary : segments) {
     for (const CacheSpec& extra : segments) {
@@ -85,6 +93,68 @@ TEST_P(SparseMlaTest, FollowsTheFormulaOverTwoSegmentsOfAnyFormats) {
                       .sink = true,
                       .seed = ++seed});
     }
+  }
+}
+
+TEST_P(SparseMlaTest, FollowsTheFormulaForCodesWithScales) {
+  uint64_t seed = 50;
+  for (const float k_scale : {0.5f, 2.0f, 0.0371f, 1.0f}) {
+    for (const float q_code_scale : {0.0f, 0.5f, 2.0f, 0.01f}) {
+      for (const int64_t heads : {1, 8, 20, 33}) {
+        expect_formula({.rows = 3,
+                        .heads = heads,
+                        .primary = {RowFormat::kF576, 13, 130, 150, true},
+                        .extra = {RowFormat::kF576, 4, 40, 70, true},
+                        .sink = true,
+                        .q_code_scale = q_code_scale,
+                        .k_scale = k_scale,
+                        .seed = ++seed});
+      }
+    }
+  }
+}
+
+TEST_P(SparseMlaTest, ScalesOfCodesMultiplyLogitsAndOutput) {
+  // One key of codes 1 (0x38) and one of codes 2 (0x40); q of codes 1: logits 576 * scale * (1, 2).
+  Tensor q(DType::kU8, {1, 3, 576}), kv(DType::kU8, {2, 576}), indices = Tensor::i32({1, 1}, {1});
+  Tensor out(DType::kBf16, {1, 3, 512}), lse(DType::kF32, {1, 3});
+  std::memset(q.data<uint8_t>(), 0x38, 3 * 576);
+  std::memset(kv.data<uint8_t>(), 0x38, 576);
+  std::memset(kv.data<uint8_t>() + 576, 0x40, 576);
+  for (const float q_scale : {0.5f, 2.0f}) {
+    for (const float k_scale : {0.5f, 2.0f}) {
+      SparseMlaProblem problem{.max_rows = 1, .num_heads = 3, .topk = 1, .softmax_scale = 0.125f};
+      problem.row_format = RowFormat::kF576;
+      problem.page_size = 1;
+      problem.q_scale = q_scale;
+      problem.k_scale = k_scale;
+      const SparseMla plan = SparseMla::plan(problem, Device::cpu(1), options());
+      HostBuffer buffer(plan.workspace_bytes());
+      plan.run({.q = q, .kv = kv, .indices = indices, .out = out, .lse = lse}, buffer.workspace());
+      for (const float value : lse.values<float>())
+        EXPECT_EQ(value, 0.125f * q_scale * k_scale * 2 * 576);
+      for (const bf16_t value : out.values<bf16_t>()) EXPECT_EQ(bf16_to_float(value), 2 * k_scale);
+    }
+  }
+}
+
+TEST_P(SparseMlaTest, EveryFiniteCodeIsReadExactly) {
+  // q = 0: the output is the value of the listed key, code by code.
+  Tensor q(DType::kBf16, {1, 2, 576}), kv(DType::kU8, {1, 576}), indices = Tensor::i32({1, 1}, {0});
+  Tensor out(DType::kBf16, {1, 2, 512}), lse(DType::kF32, {1, 2});
+  std::memset(q.data<bf16_t>(), 0, 2 * 576 * 2);
+  for (int64_t d = 0; d < 576; ++d) {
+    const auto code = static_cast<uint8_t>(d);
+    kv.data<uint8_t>()[d] = (code & 0x7F) == 0x7F ? uint8_t{0} : code;
+  }
+  SparseMlaProblem problem{.max_rows = 1, .num_heads = 2, .topk = 1, .softmax_scale = 1};
+  problem.row_format = RowFormat::kF576;
+  problem.page_size = 1;
+  const SparseMla plan = SparseMla::plan(problem, Device::cpu(1), options());
+  HostBuffer buffer(plan.workspace_bytes());
+  plan.run({.q = q, .kv = kv, .indices = indices, .out = out, .lse = lse}, buffer.workspace());
+  for (int64_t i = 0; i < 2 * 512; ++i) {
+    ASSERT_EQ(bf16_to_float(out.data<bf16_t>()[i]), e4m3_to_float(kv.data<uint8_t>()[i % 512]));
   }
 }
 
@@ -213,12 +283,19 @@ TEST_P(SparseMlaTest, FixedSplitsChangeRoundingOnly) {
 }
 
 TEST_P(SparseMlaTest, ThreadsAndBatchMatesNeverChangeABit) {
-  for (const int64_t heads : {1, 8, 20, 40}) {
-    SparseMlaCase test_case({.rows = 7,
-                             .heads = heads,
-                             .primary = {RowFormat::kV32, 61, 610, 600, true},
-                             .extra = {RowFormat::kBf16, 0, 100, 65, true},
-                             .sink = true});
+  for (const int64_t heads : {1, 8, 20, 40, 41}) {
+    CaseSpec spec{.rows = 7,
+                  .heads = heads,
+                  .primary = {RowFormat::kV32, 61, 610, 600, true},
+                  .extra = {RowFormat::kBf16, 0, 100, 65, true},
+                  .sink = true};
+    if (heads > 40) {
+      spec.primary.format = spec.extra.format = RowFormat::kF576;
+      spec.extra.page_size = 10;
+      spec.q_code_scale = 0.3f;
+      spec.k_scale = 0.7f;
+    }
+    SparseMlaCase test_case(spec);
     const Outputs all = run(test_case);
     for (const int threads : {1, 2, 3}) {
       EXPECT_TRUE(SameBits(all, run(test_case, threads))) << threads << " threads";
@@ -268,7 +345,7 @@ TEST_P(SparseMlaTest, NanAndInfinityStayInTheirRowAndHead) {
 }
 
 TEST_P(SparseMlaTest, NanInAReferencedTokenReachesEveryHeadOfTheRowsThatListIt) {
-  for (const RowFormat format : {RowFormat::kBf16, RowFormat::kV32}) {
+  for (const RowFormat format : {RowFormat::kBf16, RowFormat::kV32, RowFormat::kF576}) {
     SparseMlaCase test_case(
         {.rows = 3, .heads = 9, .primary = {format, 10, 100, 300, false}, .invalid_share = 0.9});
     // Key 0 is NaN and no list names it.
@@ -278,6 +355,20 @@ TEST_P(SparseMlaTest, NanInAReferencedTokenReachesEveryHeadOfTheRowsThatListIt) 
       EXPECT_EQ(std::isnan(outputs.lse[i]), i >= 18);
       for (size_t d = 0; d < 512; ++d) ASSERT_EQ(std::isnan(outputs.out[i * 512 + d]), i >= 18);
     }
+  }
+}
+
+TEST_P(SparseMlaTest, NanCodesOfTheQueryStayInTheirHead) {
+  SparseMlaCase test_case({.rows = 3,
+                           .heads = 9,
+                           .primary = f576_pages(9, 10, 70),
+                           .invalid_share = 0.1,
+                           .q_code_scale = 0.5f});
+  test_case.set_q(1, 4, 575, std::nanf(""));
+  const Outputs outputs = run(test_case);
+  for (size_t i = 0; i < 27; ++i) {
+    EXPECT_EQ(std::isnan(outputs.lse[i]), i == 9 + 4);
+    for (size_t d = 0; d < 512; ++d) ASSERT_EQ(std::isnan(outputs.out[i * 512 + d]), i == 9 + 4);
   }
 }
 
@@ -301,10 +392,13 @@ TEST_P(SparseMlaTest, LogitsOfMinusInfinityHaveNoWeight) {
 }
 
 TEST_P(SparseMlaTest, PackedRowsAndTheRowsTheyDecodeToGiveTheSameBits) {
-  SparseMlaCase packed({.rows = 3, .heads = 20, .primary = {RowFormat::kV32, 13, 130, 300, false}});
-  SparseMlaCase plain({.rows = 3, .heads = 20, .primary = {RowFormat::kBf16, 0, 130, 300, false}});
-  plain.copy_rows_from(packed);
-  EXPECT_TRUE(SameBits(run(packed), run(plain)));
+  for (const RowFormat format : {RowFormat::kV32, RowFormat::kF576}) {
+    SparseMlaCase packed({.rows = 3, .heads = 20, .primary = {format, 13, 130, 300, false}});
+    SparseMlaCase plain(
+        {.rows = 3, .heads = 20, .primary = {RowFormat::kBf16, 0, 130, 300, false}});
+    plain.copy_rows_from(packed);
+    EXPECT_TRUE(SameBits(run(packed), run(plain)));
+  }
 }
 
 TEST_P(SparseMlaTest, DoesNotAllocateWhileRunning) {
@@ -312,6 +406,9 @@ TEST_P(SparseMlaTest, DoesNotAllocateWhileRunning) {
     SparseMlaCase test_case(
         {.rows = 3, .heads = 8, .primary = v32_pages(4, 64, 600), .extra = bf16_rows(20, 70)});
     EXPECT_EQ(test_case.count_allocations(options(), threads), 0) << threads << " threads";
+    SparseMlaCase codes(
+        {.rows = 3, .heads = 8, .primary = f576_pages(4, 64, 600), .q_code_scale = 2.0f});
+    EXPECT_EQ(codes.count_allocations(options(), threads), 0) << threads << " threads";
   }
 }
 
