@@ -109,9 +109,14 @@ Value value_of(const std::string& word,
 DsaConfig explained_config(const ExplainOptions& options) {
   DsaConfig config;
   config.topk = options.topk;
-  config.row_format = value_of<RowFormat>(options.row_format,
-                                          {{"bf16", RowFormat::kBf16}, {"v32", RowFormat::kV32}});
-  config.prefill_implementation = options.prefill_kernel;
+  config.row_format = value_of<RowFormat>(
+      options.row_format,
+      {{"bf16", RowFormat::kBf16}, {"v32", RowFormat::kV32}, {"f576", RowFormat::kF576}});
+  config.prefill_implementation = options.prefill_implementation;
+  config.decode_implementation = options.decode_implementation;
+  config.contiguous_kv_ratio = options.contiguous_kv_ratio;
+  config.mha_chunk_capacity = options.mha_chunk_capacity;
+  config.context_parallel = options.context_parallel;
   config.extend_kv_source = value_of<ExtendKvSource>(
       options.extend_kv_source,
       {{"cache", ExtendKvSource::kCache}, {"fresh", ExtendKvSource::kFresh}});
@@ -133,13 +138,46 @@ DsaDispatch explained_dispatch(const ExplainOptions& options) {
   facts.has_host_lengths = options.max_kv_len >= 0;
   facts.max_kv_len = std::max<int64_t>(options.max_kv_len, 0);
   facts.sum_kv_len = options.sum_kv_len >= 0 ? options.sum_kv_len : facts.max_kv_len;
+  facts.num_rows = options.num_rows;
   facts.has_prefix = options.has_prefix;
+  facts.context_parallel = options.context_parallel;
   facts.mha_inputs = options.mha_inputs;
   try {
     return dsa_dispatch(explained_config(options), Device::cpu(), facts);
   } catch (const Error& error) {
-    throw UsageError(error.what());  // a mode that the backend lacks
+    throw UsageError(error.what());  // names and facts that do not go together
   }
+}
+
+Json kernel_or_null(const std::optional<DsaKernel>& kernel) {
+  return kernel.has_value() ? Json(to_string(*kernel)) : Json();
+}
+
+// Every name that the configuration accepts, with the kernel of each row format.
+Json implementations_json() {
+  Json list = Json::array();
+  for (const DsaImplementationInfo& info : dsa_implementations()) {
+    Json prefill = Json::object({}), decode = Json::object({});
+    for (const DsaFormatSupport& format : info.formats) {
+      prefill.set(std::string(to_string(format.row_format)), kernel_or_null(format.prefill));
+      decode.set(std::string(to_string(format.row_format)), kernel_or_null(format.decode));
+    }
+    list.push(Json::object({{"name", info.name},
+                            {"native", info.native},
+                            {"prefill", std::move(prefill)},
+                            {"decode", std::move(decode)},
+                            {"restriction", info.restriction}}));
+  }
+  return list;
+}
+
+// The name that decides for the mode, and its restriction.
+const DsaImplementationInfo& implementation_of(const ExplainOptions& options) {
+  const bool prefill = options.mode == "extend" || options.mode == "mixed";
+  const std::string& name =
+      prefill ? options.prefill_implementation : options.decode_implementation;
+  const auto all = dsa_implementations();
+  return *std::find_if(all.begin(), all.end(), [&](const auto& info) { return info.name == name; });
 }
 
 void explain(const ExplainOptions& options, bool json) {
@@ -152,11 +190,14 @@ void explain(const ExplainOptions& options, bool json) {
                                      {"one_shot", dispatch.one_shot},
                                      {"skip_selection", dispatch.skip_selection},
                                      {"fresh_kv", dispatch.fresh_kv},
-                                     {"reasons", std::move(reasons)}})
+                                     {"reasons", std::move(reasons)},
+                                     {"implementations", implementations_json()}})
                            .dump(2));
     return;
   }
   fmt::print("{} over a {} cache, topk {}:\n", options.mode, options.row_format, options.topk);
+  const DsaImplementationInfo& implementation = implementation_of(options);
+  fmt::print("  asked for  {}: {}\n", implementation.name, implementation.restriction);
   fmt::print("  kernel     {}\n  transform  {}\n  selection  {}\n  new keys   {}\nbecause:\n",
              to_string(dispatch.kernel),
              dispatch.one_shot ? "none, no indices are used" : to_string(dispatch.transform),

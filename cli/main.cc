@@ -13,6 +13,7 @@
 #include "cli/bench.h"
 #include "cli/verbs.h"
 #include "fovea/device.h"
+#include "fovea/dsa_backend.h"
 #include "fovea/error.h"
 #include "fovea/implementation.h"
 #include "fovea/log.h"
@@ -62,8 +63,11 @@ void add_info(CLI::App& app, InfoOptions* options) {
   };
   choice("--mode", &facts->mode,
          {"extend", "mixed", "decode", "idle", "target_verify", "draft_extend", "draft_extend_v2"});
-  choice("--row-format", &facts->row_format, {"v32", "bf16"});
-  choice("--prefill-kernel", &facts->prefill_kernel, {"cache_direct", "contiguous_bf16"});
+  choice("--row-format", &facts->row_format, {"v32", "bf16", "f576"});
+  std::vector<std::string> names;
+  for (const DsaImplementationInfo& entry : dsa_implementations()) names.emplace_back(entry.name);
+  choice("--prefill-implementation", &facts->prefill_implementation, names);
+  choice("--decode-implementation", &facts->decode_implementation, names);
   choice("--extend-kv-source", &facts->extend_kv_source, {"cache", "fresh"});
   const auto count = [&](const char* name, int64_t* value, const char* text) {
     verb->add_option(name, *value, text)->check(kNotNegative)->needs(explain)->group("Facts");
@@ -71,11 +75,20 @@ void add_info(CLI::App& app, InfoOptions* options) {
   count("--topk", &facts->topk, "Selection width, 2048 when absent");
   count("--max-kv-len", &facts->max_kv_len, "Longest request; absent: no host lengths");
   count("--sum-kv-len", &facts->sum_kv_len, "All requests together");
+  count("--num-rows", &facts->num_rows, "New rows of the batch, 1 when absent");
+  count("--mha-chunk-capacity", &facts->mha_chunk_capacity,
+        "Bound of the summed length of a dense or unpacked batch, 131072 when absent");
+  verb->add_option("--contiguous-kv-ratio", facts->contiguous_kv_ratio,
+                   "auto unpacks a v32 cache below so many keys per row; 0: never")
+      ->check(CLI::Range(0.0, 1e12))
+      ->needs(explain)
+      ->group("Facts");
   const auto flag = [&](const char* name, bool* value, const char* text) {
     verb->add_flag(name, *value, text)->needs(explain)->group("Facts");
   };
   flag("--prefix", &facts->has_prefix, "Some request has a prefix");
   flag("--mha-inputs", &facts->mha_inputs, "The caller can supply expanded heads");
+  flag("--context-parallel", &facts->context_parallel, "The batch is one rank's part");
   flag("--deterministic,!--no-deterministic", &facts->deterministic, "On when absent");
   flag("--force-absorbed", &facts->force_absorbed, "Never dense attention");
 }

@@ -41,11 +41,16 @@ struct ExplainOptions {
   std::string mode = "extend";
   int64_t max_kv_len = -1;  ///< -1: the engine has no host lengths.
   int64_t sum_kv_len = -1;  ///< -1: max_kv_len, one request.
+  int64_t num_rows = 1;
   bool has_prefix = false;
   bool mha_inputs = false;
+  bool context_parallel = false;  ///< Of the engine and of the batch.
   int64_t topk = 2048;
   std::string row_format = "v32";
-  std::string prefill_kernel = "cache_direct";
+  std::string prefill_implementation = "auto";
+  std::string decode_implementation = "auto";
+  double contiguous_kv_ratio = 0;
+  int64_t mha_chunk_capacity = 131072;
   std::string extend_kv_source = "cache";
   bool deterministic = true;
   bool force_absorbed = false;

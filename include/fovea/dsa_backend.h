@@ -61,11 +61,12 @@ struct DsaConfig {
   /// Attention of EXTEND and MIXED: "auto", "cache_direct", "contiguous_bf16" (not with
   /// `deterministic`, because it depends on the size of the batch), or an engine's name for one of
   /// them: "flashmla_sparse", "flashmla_kv", "flashmla_auto", "fa3", "tilelang", "trtllm", "aiter".
+  /// A name that cannot read row_format is refused: dsa_implementations().
   std::string prefill_implementation = "auto";
   /// Attention of every other mode: "auto", "cache_direct", or an engine's name.
   std::string decode_implementation = "auto";
-  /// "auto" prefill over a v32 cache: plain EXTEND takes contiguous_bf16 when sum L < ratio * E. 0:
-  /// never.
+  /// "auto" prefill over a v32 cache: plain EXTEND takes contiguous_bf16 when sum L < ratio * E and
+  /// sum L fits mha_chunk_capacity. 0: never. Not with `deterministic`.
   double contiguous_kv_ratio = 0;
   /// Parts of the split plan of sparse decode (SplitScheduleProblem::parts), which then balances
   /// the batch over workers. 0: every row is cut by itself. Not with `deterministic`: the cuts
@@ -152,20 +153,67 @@ struct DsaDispatch {
       false;              ///< Every length fits topk: identity selection, logits are not computed.
   bool fresh_kv = false;  ///< kContiguousBf16 reads this call's k instead of the cache.
   IndexTransform transform = IndexTransform::kPaged;  ///< kRagged exactly with kContiguousBf16;
-                                                      ///< under one-shot no indices are used.
+                                                      ///< one-shot uses no indices.
   DispatchReasons reasons;                            ///< One sentence per decision, for --explain.
 };
 
-/// Pure: the same arguments give the same answer. Throws Error(kUnsupported) for a mode that this
-/// backend does not have, naming it, and for an implementation that cannot read the cache.
+/// Pure: the same arguments give the same answer. Throws Error(kUnsupported) for a mode that is
+/// none of ForwardMode, naming it, and for a context split outside kExtend and kMixed; for names of
+/// implementations as the constructor of DsaBackend does.
 ///
 /// One-shot runs when all of these hold: mode EXTEND or MIXED, host lengths, expanded inputs, max L
 /// <= topk (prefill_implementation "trtllm": <= mha_chunk_capacity, as in the original), sum L <=
-/// mha_chunk_capacity, no context split, neither force_absorbed nor deterministic. Otherwise the
-/// contiguous kernel runs when it is chosen, the mode is EXTEND or MIXED, the cache is v32 and the
-/// host lengths show that sum L fits. Otherwise the cache is read directly.
+/// mha_chunk_capacity, no context parallelism, neither force_absorbed nor deterministic. Otherwise
+/// the contiguous kernel runs when it is chosen, the mode is EXTEND or MIXED, the cache is v32 and
+/// the host lengths show that sum L fits; "auto" chooses it in EXTEND alone, when sum L <
+/// contiguous_kv_ratio * E. Otherwise the cache is read directly.
 FOVEA_API DsaDispatch dsa_dispatch(const DsaConfig& config, const Device& device,
                                    const DsaBatchFacts& facts);
+
+/// How an implementation name reads one row format; absent: it cannot, and the constructor refuses
+/// the pair.
+struct DsaFormatSupport {
+  RowFormat row_format = RowFormat::kBf16;
+  std::optional<DsaKernel> prefill;  ///< Of EXTEND and MIXED, when one-shot does not run.
+  std::optional<DsaKernel> decode;   ///< Of every other mode.
+};
+
+/// One name that prefill_implementation and decode_implementation accept.
+struct DsaImplementationInfo {
+  std::string_view name;
+  bool native = false;  ///< false: an engine's name for one of the native ones.
+  std::array<DsaFormatSupport, 3> formats;
+  /// kContiguousBf16 may run instead of prefill over a v32 cache, by contiguous_kv_ratio.
+  bool chooses_by_ratio = false;
+  /// One-shot takes requests up to mha_chunk_capacity instead of topk.
+  bool long_one_shot = false;
+  std::string_view restriction;  ///< One sentence.
+
+  /// The entry of the format, or null.
+  const DsaFormatSupport* support(RowFormat row_format) const noexcept {
+    for (const DsaFormatSupport& entry : formats) {
+      if (entry.row_format == row_format) return &entry;
+    }
+    return nullptr;
+  }
+};
+
+/// Every name, native ones first. Static memory.
+FOVEA_API std::span<const DsaImplementationInfo> dsa_implementations() noexcept;
+
+/// What a kernel can do on this build's devices.
+struct DsaKernelInfo {
+  DsaKernel kernel = DsaKernel::kCacheDirect;
+  std::string_view op;         ///< The operator that computes it.
+  IndexTransform transform;    ///< Where its indices point; without meaning for kOneShotMha.
+  bool prefill = false;        ///< EXTEND and MIXED.
+  bool decode = false;         ///< Every other mode, and therefore step plans.
+  bool deterministic = false;  ///< May run with DsaConfig::deterministic.
+  bool logit_cap = false;      ///< Takes DsaLayer::logit_cap > 0.
+};
+
+/// The three kernels. Static memory.
+FOVEA_API std::span<const DsaKernelInfo> dsa_kernels() noexcept;
 
 /// The tensors of one layer's forward. k = latent | rope of the new tokens.
 struct DsaForwardTensors {

@@ -20,6 +20,7 @@
 #include "src/core/parallel.h"
 #include "src/core/workspace.h"
 #include "src/serving/dsa_checks.h"
+#include "src/serving/dsa_dispatch.h"
 #include "src/serving/dsa_profile.h"
 #include "src/serving/dsa_shapes.h"
 #include "src/serving/operator_options.h"
@@ -167,7 +168,7 @@ struct StepBuffers {
     k_scale = array(DType::kF32, {rows});
     selection = array(DType::kI32, {rows, config.topk});
     if (!config.fuse_transform) slots = array(DType::kI32, {rows, config.topk});
-    if (config.prefill_implementation == "contiguous_bf16") {
+    if (internal::may_run_contiguous(config)) {
       contiguous_slots = array(DType::kI32, {config.mha_chunk_capacity});
       contiguous_rows = array(DType::kBf16, {config.mha_chunk_capacity, kLatentWidth});
     }
@@ -245,7 +246,7 @@ DsaBackend::State::State(const DsaConfig& config_in, const Device& device_in)
   size_t bytes = std::max({pack.workspace_bytes(), quantize.workspace_bytes(),
                            store.workspace_bytes(), select.workspace_bytes()});
   for (const auto& plan : refresh_plans) bytes = std::max(bytes, plan.workspace_bytes());
-  if (config.prefill_implementation == "contiguous_bf16") {
+  if (internal::may_run_contiguous(config)) {
     unpack = UnpackRows::plan(codec_problem(config, config.mha_chunk_capacity), device,
                               options("unpack_rows"));
     select_ragged = IndexSelect::plan(select_problem(config, IndexTransform::kRagged), device,
@@ -276,12 +277,12 @@ const AttentionPlans& DsaBackend::State::attention_of(const DsaLayer& layer) {
       {},
       {}};
   size_t bytes = plans.cache_direct.workspace_bytes();
-  if (config.prefill_implementation == "contiguous_bf16") {
+  if (internal::may_run_contiguous(config)) {
     plans.contiguous =
         SparseMla::plan(attention_problem(config, layer, true), device, options("sparse_mla"));
     bytes = std::max(bytes, plans.contiguous->workspace_bytes());
   }
-  if (!config.deterministic && !config.force_absorbed) {
+  if (internal::may_run_one_shot(config)) {
     plans.one_shot = MhaVarlen::plan(mha_problem(config, layer), device, options("mha_varlen"));
     bytes = std::max(bytes, plans.one_shot->workspace_bytes());
   }

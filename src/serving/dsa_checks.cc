@@ -7,6 +7,7 @@
 
 #include "src/batch/forward_modes.h"
 #include "src/core/check.h"
+#include "src/serving/dsa_dispatch.h"
 #include "src/serving/dsa_shapes.h"
 
 namespace fovea::internal {
@@ -193,17 +194,7 @@ void check_dsa_config(const DsaConfig& config, const Device& device) {
     invalid(kDsaOp,
             "row_format = " + std::string(to_string(config.row_format)) + ", expected bf16 or v32");
   }
-  if (config.prefill_implementation != "auto" && config.prefill_implementation != "cache_direct" &&
-      config.prefill_implementation != "contiguous_bf16") {
-    invalid(kDsaOp, "prefill_implementation = '" + config.prefill_implementation +
-                        "', expected auto, cache_direct or contiguous_bf16");
-  }
-  if (config.deterministic && config.prefill_implementation == "contiguous_bf16") {
-    unsupported(kDsaOp,
-                "prefill_implementation = contiguous_bf16 with deterministic: whether it runs "
-                "depends on the size of the batch; expected auto or cache_direct, or "
-                "deterministic = false");
-  }
+  check_dsa_implementations(kDsaOp, config);
 }
 
 void check_forward_batch(const DsaConfig& config, const ForwardBatch& batch) {

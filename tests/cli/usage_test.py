@@ -1,8 +1,11 @@
 """Verbs, options, environment variables and their exit codes."""
 
 import json
+import pathlib
 
 from support import CommandLineTest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 class UsageTest(CommandLineTest):
@@ -82,15 +85,58 @@ class InfoTest(CommandLineTest):
         result = json.loads(self.fovea("info", "--explain", *facts, "--topk", 512, "--json").stdout)
         self.assertEqual((result["kernel"], result["skip_selection"]), ("cache_direct", False))
         self.assertIn("one-shot is off: a request is longer than topk", result["reasons"])
-        contiguous = ("--prefill-kernel", "contiguous_bf16", "--extend-kv-source", "fresh", "--sum-kv-len", 9000)
+        contiguous = ("--prefill-implementation", "contiguous_bf16", "--extend-kv-source", "fresh", "--sum-kv-len", 9000)
         result = json.loads(self.fovea("info", "--explain", *facts[:4], *facts[5:], *contiguous, "--json").stdout)
         self.assertEqual((result["kernel"], result["transform"], result["fresh_kv"]), ("contiguous_bf16", "ragged", True))
 
+    def explain(self, *facts):
+        return json.loads(self.fovea("info", "--explain", *facts, "--json").stdout)
+
+    def test_explain_takes_every_fact_of_the_dispatch(self):
+        loose = ("--max-kv-len", 100, "--sum-kv-len", 1000, "--no-deterministic")
+        ratio = (*loose, "--contiguous-kv-ratio", 4, "--num-rows")
+        self.assertEqual(self.explain(*ratio, 251)["kernel"], "contiguous_bf16")
+        self.assertEqual(self.explain(*ratio, 250)["kernel"], "cache_direct")
+        self.assertEqual(self.explain(*ratio, 251, "--mha-chunk-capacity", 999)["kernel"], "cache_direct")
+        self.assertEqual(self.explain(*ratio, 251, "--mode", "mixed")["kernel"], "cache_direct")
+        dense = (*loose, "--mha-inputs")
+        self.assertEqual(self.explain(*dense)["kernel"], "one_shot_mha")
+        split = self.explain(*dense, "--context-parallel")
+        self.assertEqual((split["kernel"], split["skip_selection"]), ("cache_direct", False))
+        self.assertIn("one-shot is off: context parallelism is on", split["reasons"])
+        long = (*dense, "--topk", 64, "--row-format", "f576", "--prefill-implementation")
+        self.assertEqual(self.explain(*long, "trtllm")["kernel"], "one_shot_mha")
+        self.assertEqual(self.explain(*long, "auto")["kernel"], "cache_direct")
+
+    def test_explain_has_every_mode(self):
+        for mode in ("extend", "mixed", "decode", "idle", "target_verify", "draft_extend", "draft_extend_v2"):
+            result = self.explain("--mode", mode)
+            self.assertEqual((result["kernel"], result["transform"]), ("cache_direct", "paged"), mode)
+
+    def test_explain_names_the_implementations_that_would_do(self):
+        refused = ("info", "--explain", "--decode-implementation", "flashmla_sparse")
+        self.expect(self.fovea(*refused), 2, "flashmla_sparse", "row_format = v32", "flashmla_kv")
+        self.expect(self.fovea(*refused, "--row-format", "bf16"), 0)
+        self.expect(self.fovea("info", "--explain", "--contiguous-kv-ratio", 2), 2, "deterministic")
+        verify = ("info", "--explain", "--mode", "target_verify", "--context-parallel")
+        self.expect(self.fovea(*verify), 2, "target_verify", "context split")
+        self.expect(self.fovea("info", "--explain", "--prefill-implementation", "dense"), 2, "dense", "cache_direct")
+
+    def test_the_page_lists_the_implementations_as_explain_does(self):
+        page = (ROOT / "docs" / "dsa_backend.md").read_text()
+        words = {"cache_direct": "direct", "contiguous_bf16": "unpacked", None: "–"}
+        implementations = self.explain()["implementations"]
+        self.assertEqual(len(implementations), 10)
+        for entry in implementations:
+            cells = [words[entry[phase][form]] for phase in ("prefill", "decode") for form in ("bf16", "v32", "f576")]
+            self.assertIn(f"| `{entry['name']}` | {' | '.join(cells)} |", page)
+
     def test_explain_refuses_what_does_not_exist(self):
         self.expect(self.fovea("info", "--explain", "--mode", "encode"), 2, "encode")
-        self.expect(self.fovea("info", "--explain", "--mode", "target_verify"), 2, "target_verify")
+        self.expect(self.fovea("info", "--explain", "--row-format", "i132"), 2, "i132")
         self.expect(self.fovea("info", "--explain", "--max-kv-len", "-1"), 2, "--max-kv-len")
         self.expect(self.fovea("info", "--mode", "decode"), 2, "--explain")
+        self.expect(self.fovea("info", "--num-rows", 3), 2, "--explain")
 
     def test_verbose_says_on_stderr_which_implementation_runs(self):
         self.expect(self.fovea("info", "-v"), 0)
