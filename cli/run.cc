@@ -67,7 +67,8 @@ const std::vector<Binding>& bindings() {
       {"merge_lse", run_merge_lse},           {"metadata_refresh", run_metadata_refresh},
       {"mha_varlen", run_mha_varlen},         {"pack_rows", run_pack_rows},
       {"paged_schedule", run_paged_schedule}, {"sparse_mla", run_sparse_mla},
-      {"topk_select", run_topk_select},       {"unpack_rows", run_unpack_rows},
+      {"split_schedule", run_split_schedule}, {"topk_select", run_topk_select},
+      {"unpack_rows", run_unpack_rows},
   };
   return list;
 }

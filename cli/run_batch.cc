@@ -201,4 +201,17 @@ void run_context_split(OperatorCall& call) {
   call.out_list("row_offset", split.row_offset);
 }
 
+void run_split_schedule(OperatorCall& call) {
+  SplitScheduleTensors tensors;
+  tensors.topk_length = call.in("topk_length", "i32 [T]");
+  SplitScheduleProblem problem;
+  problem.max_rows = call.extent("T");
+  problem.parts = call.integer("parts", 64);
+  call.set_extent("parts", problem.parts, "params.parts");
+  const SplitSchedule plan = call.plan<SplitSchedule>(problem);
+  tensors.split_schedule = call.out("split_schedule", "i32 [parts, 8]");
+  tensors.split_indptr = call.out("split_indptr", "i32 [T+1]");
+  call.run(plan, tensors);
+}
+
 }  // namespace fovea::cli

@@ -10,6 +10,7 @@ void run_unpack_rows(OperatorCall& call);
 void run_metadata_refresh(OperatorCall& call);
 void run_paged_schedule(OperatorCall& call);
 void run_context_split(OperatorCall& call);
+void run_split_schedule(OperatorCall& call);
 void run_index_quantize(OperatorCall& call);
 void run_index_logits(OperatorCall& call);
 void run_index_select(OperatorCall& call);

@@ -216,12 +216,27 @@ TensorMap walk_split(const VerifyCase& verify_case) {
   return outputs;
 }
 
+std::vector<VerifyCase> make_split_schedule_cases(uint64_t seed) {
+  std::vector<VerifyCase> cases;
+  cases.push_back(
+      CaseBuilder("example", seed).list("topk_length", {1000, 300, 700}).param("parts", 4).take());
+  cases.push_back(CaseBuilder("no_rows", seed).list("topk_length", {}).take());
+  cases.push_back(CaseBuilder("all_empty", seed).list("topk_length", {0, -1, 0, 0}).take());
+  cases.push_back(CaseBuilder("one_row", seed).list("topk_length", {2048}).take());
+  CaseBuilder many("hostile", seed);
+  many.integers("topk_length", {1000}, -5, 5000).param("parts", 132);
+  make_hostile(many, "topk_length", 0.1);
+  cases.push_back(many.take());
+  return cases;
+}
+
 }  // namespace
 
 void add_verify_batch(std::vector<VerifyOperator>& list) {
   list.push_back({"metadata_refresh", make_metadata_cases, {}, normalise_metadata});
   list.push_back({"paged_schedule", make_schedule_cases, {}, nullptr});
   list.push_back({"context_split", make_split_cases, {}, nullptr, walk_split});
+  list.push_back({"split_schedule", make_split_schedule_cases, {}, nullptr, nullptr});
 }
 
 }  // namespace fovea::cli

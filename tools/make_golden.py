@@ -210,6 +210,32 @@ def schedule_of(lengths, workers):
     return i32([segments[s] if segments else (0, 0) for s in starts] + [(len(lengths), 0)])
 
 
+def split_of(lengths, parts):
+    """A list of (part, row, begin, end) pieces, and what a part and a row have of it."""
+    blocks = [max(1, -(-max(length, 0) // 64)) for length in lengths]
+    cap = -(-(sum(blocks) + 5 * len(blocks)) // parts) + 5
+    pieces, part, budget = [], 0, cap
+    for row, count in enumerate(blocks):
+        begin = 0
+        while begin < count:
+            rest = count - begin
+            taken = rest if budget >= rest + 5 else max(budget - 5, 0)
+            budget = budget - rest - 5 if taken == rest else 0
+            pieces += [(part, row, begin, begin + taken)] if taken else []
+            begin += taken
+            if begin < count:
+                part, budget = part + 1, cap
+    of_row = [[p for p in pieces if p[1] == row] for row in range(len(blocks))]
+    table = np.tile(i32([len(blocks), len(blocks) - 1, 0, 0, 0, 0, 0, 0]), (parts, 1))
+    for part in range(parts):
+        own = [p for p in pieces if p[0] == part]
+        if own:
+            first, last = own[0], own[-1]
+            split = of_row[first[1]].index(first)
+            table[part] = [first[1], last[1], first[2], last[3], split, len(of_row[first[1]]) > 1, len(of_row[last[1]]) > 1, 0]
+    return {"split_schedule": table, "split_indptr": cumulative([len(p) for p in of_row])}
+
+
 def cumulative(values):
     return i32(np.concatenate([[0], np.cumsum(values)]))
 
@@ -306,6 +332,9 @@ def split_cases(folder):
         params = {"ranks": 3, "rank": rank, "scheme": "zigzag"}
         inputs = {"seq_len": i32([120]), "ext_len": i32([20])}
         write(folder, "context_split", f"zigzag-{rank}", params, inputs, split_zigzag(120, 20, 3, rank))
+    mixed = [0, 2048, -3, 1, 64, 65, 2048, 300, 0, 1999]
+    for case, lengths, parts in (("example", [1000, 300, 700], 4), ("mixed", mixed, 7), ("idle_parts", [0, 5], 4), ("empty", [], 2)):
+        write(folder, "split_schedule", case, {"parts": parts}, {"topk_length": i32(lengths)}, split_of(lengths, parts))
 
 
 # ---- index ----------------------------------------------------------------------------------------------------------

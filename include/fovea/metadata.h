@@ -208,7 +208,7 @@ struct SplitScheduleTensors {
 
 /// One line of split_schedule: the blocks that part p walks, rows laid end to end.
 struct SplitPart {
-  int32_t first_row;       ///< T: the part has no work.
+  int32_t first_row;       ///< T: the part has no work; last_row is then T - 1 and the rest 0.
   int32_t last_row;        ///< Inclusive.
   int32_t first_block;     ///< Of first_row.
   int32_t end_block;       ///< Of last_row, exclusive.
@@ -225,7 +225,7 @@ static_assert(sizeof(SplitPart) == 32);
 /// ceil(sum (n_r + F) / P) + F, parts walk the rows in order: a part takes the rest of a row when
 /// budget >= rest + F, else budget - F of its blocks when budget > F, else it is full. A part has
 /// at most two pieces of split rows, so that min(T + P, 2 P) accumulators suffice for any lengths.
-/// Any T. Exact; never allocates; thread-safe. The cuts depend on the whole batch; an operator that
+/// An empty row has one block: whoever walks it writes its zeros. Any T. Exact; never allocates; thread-safe. The cuts depend on the whole batch; an operator that
 /// must be batch-invariant does not use them.
 ///
 /// Throws Error(kInvalidArgument) from plan() for a bound outside its range, from run() when T is

@@ -1,4 +1,4 @@
-"""fovea run: metadata_refresh and paged_schedule on the worked examples of the specification."""
+"""fovea run: metadata_refresh, paged_schedule and split_schedule on the worked examples of the specification."""
 
 from support import CommandLineTest, Tensor
 
@@ -210,3 +210,32 @@ class ContextSplitTest(CommandLineTest):
         self.expect_refused("context_split", inputs | {"pool_row": i32(0)}, good, "unknown tensor 'pool_row'")
         result, _ = self.run_operator("context_split", inputs, good, ["--impl", "ref"])
         self.expect(result, 2, "without implementations to choose from")
+
+
+class SplitScheduleTest(CommandLineTest):
+    def schedule(self, lengths, params):
+        result, out = self.run_operator("split_schedule", {"topk_length": i32(*lengths)}, params)
+        self.expect(result, 0)
+        values = out["split_schedule"].values
+        return [tuple(values[i : i + 8]) for i in range(0, len(values), 8)], list(out["split_indptr"].values)
+
+    def test_the_example(self):
+        parts, indptr = self.schedule([1000, 300, 700], {"parts": 4})
+        self.assertEqual(parts, [(0, 0, 0, 12, 0, 1, 1, 0), (0, 1, 12, 3, 1, 1, 1, 0), (1, 2, 3, 5, 1, 1, 1, 0),
+                                 (2, 2, 5, 11, 1, 1, 1, 0)])  # fmt: skip
+        self.assertEqual(indptr, [0, 2, 4, 6])
+
+    def test_the_default_is_64_parts(self):
+        self.assertEqual(len(self.schedule([5], {})[0]), 64)
+
+    def test_empty_rows_keep_a_block_and_no_rows_no_part(self):
+        self.assertEqual(self.schedule([0, -7], {"parts": 1}), ([(0, 1, 0, 1, 0, 0, 0, 0)], [0, 1, 2]))
+        self.assertEqual(self.schedule([], {"parts": 1}), ([(0, -1, 0, 0, 0, 0, 0, 0)], [0]))
+
+    def test_what_is_refused(self):
+        lengths = {"topk_length": i32(1, 2, 3)}
+        self.expect_refused("split_schedule", lengths, {"parts": 0}, "parts")
+        self.expect_refused("split_schedule", lengths, {"parts": 1.5}, "params.parts", "1.5")
+        self.expect_refused("split_schedule", lengths, {"workers": 4}, "workers")
+        self.expect_refused("split_schedule", {}, {}, "topk_length is missing")
+        self.expect_refused("split_schedule", lengths, {"parts": 1 << 46}, "parts")
