@@ -225,8 +225,9 @@ static_assert(sizeof(SplitPart) == 32);
 /// ceil(sum (n_r + F) / P) + F, parts walk the rows in order: a part takes the rest of a row when
 /// budget >= rest + F, else budget - F of its blocks when budget > F, else it is full. A part has
 /// at most two pieces of split rows, so that min(T + P, 2 P) accumulators suffice for any lengths.
-/// An empty row has one block: whoever walks it writes its zeros. Any T. Exact; never allocates; thread-safe. The cuts depend on the whole batch; an operator that
-/// must be batch-invariant does not use them.
+/// An empty row has one block: whoever walks it writes its zeros. Any T. Exact; never allocates;
+/// thread-safe. The cuts depend on the whole batch; an operator that must be batch-invariant does
+/// not use them.
 ///
 /// Throws Error(kInvalidArgument) from plan() for a bound outside its range, from run() when T is
 /// above max_rows or the arrays have another shape.
