@@ -62,12 +62,20 @@ void print_result(const RunOptions& options, const OperatorCall& call, const Ten
 
 const std::vector<Binding>& bindings() {
   static const std::vector<Binding> list = {
-      {"context_split", run_context_split},   {"index_logits", run_index_logits},
-      {"index_quantize", run_index_quantize}, {"index_select", run_index_select},
-      {"merge_lse", run_merge_lse},           {"metadata_refresh", run_metadata_refresh},
-      {"mha_varlen", run_mha_varlen},         {"pack_rows", run_pack_rows},
-      {"paged_schedule", run_paged_schedule}, {"sparse_mla", run_sparse_mla},
-      {"split_schedule", run_split_schedule}, {"topk_select", run_topk_select},
+      {"concat_absorbed_q", run_concat_absorbed_q},
+      {"context_split", run_context_split},
+      {"index_logits", run_index_logits},
+      {"index_quantize", run_index_quantize},
+      {"index_select", run_index_select},
+      {"merge_lse", run_merge_lse},
+      {"metadata_refresh", run_metadata_refresh},
+      {"mha_varlen", run_mha_varlen},
+      {"mla_rope_quantize", run_mla_rope_quantize},
+      {"pack_rows", run_pack_rows},
+      {"paged_schedule", run_paged_schedule},
+      {"sparse_mla", run_sparse_mla},
+      {"split_schedule", run_split_schedule},
+      {"topk_select", run_topk_select},
       {"unpack_rows", run_unpack_rows},
   };
   return list;

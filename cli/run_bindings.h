@@ -18,5 +18,7 @@ void run_topk_select(OperatorCall& call);
 void run_sparse_mla(OperatorCall& call);
 void run_mha_varlen(OperatorCall& call);
 void run_merge_lse(OperatorCall& call);
+void run_concat_absorbed_q(OperatorCall& call);
+void run_mla_rope_quantize(OperatorCall& call);
 
 }  // namespace fovea::cli

@@ -5,6 +5,7 @@
 #include "cli/run_bindings.h"
 #include "fovea/merge_lse.h"
 #include "fovea/mha_varlen.h"
+#include "fovea/mla_inputs.h"
 #include "fovea/sparse_mla.h"
 
 namespace fovea::cli {
@@ -138,6 +139,46 @@ void run_merge_lse(OperatorCall& call) {
   const MergeLse plan = call.plan<MergeLse>(problem);
   tensors.out = call.out("out", std::string(to_string(dtype)) + " [T, H, D]");
   tensors.lse = call.out("lse", "f32 [T, H]");
+  call.run(plan, tensors);
+}
+
+void run_concat_absorbed_q(OperatorCall& call) {
+  ConcatAbsorbedQTensors tensors;
+  tensors.q_nope = call.in("q_nope", "bf16 [T, H, 512]");
+  tensors.q_rope = call.in("q_rope", "bf16 [T, H, 64]");
+  ConcatAbsorbedQProblem problem;
+  problem.max_rows = call.extent("T");
+  problem.num_heads = call.extent("H");
+  const ConcatAbsorbedQ plan = call.plan<ConcatAbsorbedQ>(problem);
+  tensors.q = call.out("q", "bf16 [T, H, 576]");
+  call.run(plan, tensors);
+}
+
+void run_mla_rope_quantize(OperatorCall& call) {
+  MlaRopeQuantizeProblem problem;
+  MlaRopeQuantizeTensors tensors;
+  const bool has_q = call.has("q_nope") || call.has("q_rope");
+  const bool has_k = call.has("k_nope") || call.has("k_rope") || !has_q;
+  if (has_q) {
+    tensors.q_nope = call.in("q_nope", "bf16 [T, H, 512]");
+    tensors.q_rope = call.in("q_rope", "bf16 [T, H, 64]");
+  }
+  if (has_k) {
+    tensors.k_nope = call.in("k_nope", "bf16 [T, 512]");
+    tensors.k_rope = call.in("k_rope", "bf16 [T, 64]");
+  }
+  tensors.positions = call.in("positions", "i32 [T]");
+  tensors.cos_sin = call.in("cos_sin", "f32 [max_pos, 64]");
+  problem.rope_style = call.choice<RopeStyle>(
+      "rope_style",
+      {{"half_split", RopeStyle::kHalfSplit}, {"interleaved", RopeStyle::kInterleaved}});
+  problem.q_scale = call.number("q_scale", 1.0f);
+  problem.k_scale = call.number("k_scale", 1.0f);
+  problem.max_rows = call.extent("T");
+  problem.num_heads = has_q ? call.extent("H") : 1;
+  const MlaRopeQuantize plan = call.plan<MlaRopeQuantize>(problem);
+  if (has_q) tensors.q_fp8 = call.out("q_fp8", "u8 [T, H, 576]");
+  if (has_k) tensors.k_fp8 = call.out("k_fp8", "u8 [T, 576]");
   call.run(plan, tensors);
 }
 

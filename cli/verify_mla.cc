@@ -212,6 +212,58 @@ std::vector<VerifyCase> make_merge_cases(uint64_t seed) {
   return cases;
 }
 
+std::vector<VerifyCase> make_concat_cases(uint64_t seed) {
+  std::vector<VerifyCase> cases;
+  for (const int64_t rows : {0, 1, 9}) {
+    CaseBuilder builder("rows" + std::to_string(rows), seed);
+    builder.normals("q_nope", DType::kBf16, {rows, 5, 512})
+        .normals("q_rope", DType::kBf16, {rows, 5, 64});
+    cases.push_back(builder.take());
+  }
+  return cases;
+}
+
+// Every kind of value among the latent and the rotated channels.
+VerifyCase make_rope_case(const std::string& name, int64_t heads, const char* style, double q_scale,
+                          double k_scale, uint64_t seed) {
+  CaseBuilder builder(name, seed);
+  const int64_t rows = 6, max_pos = 30;
+  if (heads > 0) {
+    builder.normals("q_nope", DType::kBf16, {rows, heads, 512}, 20)
+        .normals("q_rope", DType::kBf16, {rows, heads, 64}, 20);
+  }
+  builder.normals("k_nope", DType::kBf16, {rows, 512}, 3)
+      .normals("k_rope", DType::kBf16, {rows, 64}, 3)
+      .integers("positions", {rows}, 0, max_pos - 1)
+      .normals("cos_sin", DType::kF32, {max_pos, 64}, 0)
+      .param("rope_style", style)
+      .param("q_scale", q_scale)
+      .param("k_scale", k_scale);
+  for (int64_t pos = 0; pos < max_pos; ++pos) {
+    for (int i = 0; i < 32; ++i) {
+      const double angle = static_cast<double>(pos) * std::pow(1e4, -i / 32.0);
+      builder.at<float>("cos_sin", pos * 64 + i) = static_cast<float>(std::cos(angle));
+      builder.at<float>("cos_sin", pos * 64 + 32 + i) = static_cast<float>(std::sin(angle));
+    }
+  }
+  make_hostile(builder, "positions", 0.3);
+  const float special[] = {kInf, -kInf, std::nanf(""), 1e30f, -1e30f, -0.0f, 1e-30f};
+  for (int64_t i = 0; i < 7; ++i) {
+    builder.at<bf16_t>("k_nope", i * 70) = bf16_from_float(special[i]);
+    builder.at<bf16_t>("k_rope", i * 9) = bf16_from_float(special[i]);
+  }
+  return builder.take();
+}
+
+std::vector<VerifyCase> make_rope_cases(uint64_t seed) {
+  std::vector<VerifyCase> cases;
+  cases.push_back(make_rope_case("half_split", 3, "half_split", 0.5, 2, seed));
+  cases.push_back(make_rope_case("interleaved", 16, "interleaved", 2, 0.5, seed));
+  cases.push_back(make_rope_case("odd_scales", 5, "interleaved", 0.37, 0.011, seed));
+  cases.push_back(make_rope_case("keys_alone", 0, "half_split", 1, 1, seed));
+  return cases;
+}
+
 }  // namespace
 
 void add_verify_mla(std::vector<VerifyOperator>& list) {
@@ -224,6 +276,8 @@ void add_verify_mla(std::vector<VerifyOperator>& list) {
       {"mha_varlen", make_mha_cases, {{"out", kBf16Tolerance}, {"lse", kFp32Tolerance}}, nullptr});
   list.push_back(
       {"merge_lse", make_merge_cases, {{"out", kBf16Tolerance}, {"lse", kFp32Tolerance}}, nullptr});
+  list.push_back({"concat_absorbed_q", make_concat_cases, {}, nullptr});
+  list.push_back({"mla_rope_quantize", make_rope_cases, {}, nullptr});
 }
 
 }  // namespace fovea::cli

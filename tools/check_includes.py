@@ -27,6 +27,7 @@ HEADER_ROOM = {
     "index_quantize.h": "index", "index_cache.h": "index", "index_logits.h": "index", "topk_select.h": "index",
     "index_select.h": "index",
     "sparse_mla.h": "mla", "mha_varlen.h": "mla", "merge_lse.h": "mla",
+    "mla_inputs.h": "mla",
     "dsa_backend.h": "serving",
     "trace.h": "replay", "replay.h": "replay",
     "fovea.h": "cli",  # the umbrella: for users, never included inside

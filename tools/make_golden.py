@@ -670,11 +670,39 @@ def merge_cases(folder, rng):
         write(folder, "merge_lse", dtype, {}, inputs, expected)
 
 
+def mla_input_cases(folder, rng):
+    inputs = {"q_nope": Bf16(rng.normal(size=(2, 2, 512))), "q_rope": Bf16(rng.normal(size=(2, 2, 64)))}
+    joined = np.concatenate([inputs["q_nope"].bits, inputs["q_rope"].bits], axis=-1)
+    write(folder, "concat_absorbed_q", "parts", {}, inputs, {"q": Bf16.of_bits(joined)})
+    angle = np.arange(8)[:, None] * 1e4 ** (-np.arange(32) / 32)
+    cos_sin = np.concatenate([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
+    positions = i32([7, 5, 100, -3])
+    table = cos_sin[np.clip(positions, 0, 7)]
+    cosine, sine = table[:, :32], table[:, 32:]
+    for style, q_scale, k_scale in (("half_split", 0.5, 2.0), ("interleaved", 2.0, 0.5)):
+        first, second = (slice(0, 32), slice(32, 64)) if style == "half_split" else (slice(0, 64, 2), slice(1, 64, 2))
+        inputs = {"q_nope": Bf16(rng.normal(size=(4, 2, 512)) * 9), "q_rope": Bf16(rng.normal(size=(4, 2, 64)) * 9),
+                  "k_nope": Bf16(rng.normal(size=(4, 512)) * 9), "k_rope": Bf16(rng.normal(size=(4, 64)) * 9)}  # fmt: skip
+        inputs["k_nope"] = Bf16(np.where(inputs["k_nope"].values > 20, 1e30, inputs["k_nope"].values))
+        expected = {}
+        for name, scale in (("q", q_scale), ("k", k_scale)):
+            rope_part = inputs[name + "_rope"].values.astype(np.float32)
+            shape = (4, 1, 32) if name == "q" else (4, 32)
+            c, s = cosine.reshape(shape), sine.reshape(shape)
+            a, b = rope_part[..., first], rope_part[..., second]
+            turned = np.empty_like(rope_part)  # float32: each product, sum and quotient is rounded
+            turned[..., first], turned[..., second] = a * c - b * s, b * c + a * s
+            row = np.concatenate([inputs[name + "_nope"].values.astype(np.float32), turned], axis=-1)
+            expected[name + "_fp8"] = e4m3_codes(row / np.float32(scale))
+        params = {"rope_style": style, "q_scale": q_scale, "k_scale": k_scale}
+        write(folder, "mla_rope_quantize", style, params, inputs | {"positions": positions, "cos_sin": cos_sin}, expected)
+
+
 def main():
     root = pathlib.Path(__file__).resolve().parents[1]
     folder = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else root / "tests" / "golden"
     folder.mkdir(parents=True, exist_ok=True)
-    for number, make in enumerate((cache_cases, batch_cases, index_cases, sparse_cases, mha_cases, merge_cases)):
+    for number, make in enumerate((cache_cases, batch_cases, index_cases, sparse_cases, mha_cases, merge_cases, mla_input_cases)):
         make(folder, np.random.default_rng(number))
     sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
     print(f"{len(sizes)} files, {sum(sizes)} bytes in {folder}")

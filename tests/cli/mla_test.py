@@ -134,6 +134,39 @@ class SparseMlaTest(CommandLineTest):
         self.attend(good, PARAMS | {"q_scale": 1, "k_scale": 1.0})
 
 
+class MlaInputsTest(CommandLineTest):
+    def test_the_parts_of_a_query_are_joined(self):
+        tensors = {
+            "q_nope": Tensor("BF16", [1, 2, 512], [1.0] * 512 + [2.0] * 512),
+            "q_rope": Tensor("BF16", [1, 2, 64], [3.0] * 64 + [4.0] * 64),
+        }
+        result, out = self.run_operator("concat_absorbed_q", tensors, {})
+        self.expect(result, 0)
+        self.assertEqual(out["q"].shape, [1, 2, 576])
+        self.assertEqual(list(out["q"].values), [1.0] * 512 + [3.0] * 64 + [2.0] * 512 + [4.0] * 64)
+        self.expect_refused("concat_absorbed_q", {"q_nope": tensors["q_nope"]}, {}, "q_rope is missing")
+
+    def test_rope_and_codes(self):
+        # cos 0, sin 1 turns (a, b) into (-b, a); 1 / 0.5 = 2 is code 0x40, 1 / 2 = 0.5 is code 0x30.
+        keys = {
+            "k_nope": Tensor("BF16", [1, 512], [1.0] * 512),
+            "k_rope": Tensor("BF16", [1, 64], [1.0] * 64),
+            "positions": Tensor("I32", [1], [9]),
+            "cos_sin": Tensor("F32", [1, 64], [0.0] * 32 + [1.0] * 32),
+        }
+        params = {"rope_style": "interleaved", "k_scale": 0.5, "q_scale": 2}
+        result, out = self.run_operator("mla_rope_quantize", keys, params)
+        self.expect(result, 0)
+        self.assertEqual(set(out), {"k_fp8"})
+        self.assertEqual(bytes(out["k_fp8"].values), b"\x40" * 512 + b"\xc0\x40" * 32)
+        queries = {"q_nope": Tensor("BF16", [1, 1, 512], [1.0] * 512), "q_rope": Tensor("BF16", [1, 1, 64], [1.0] * 64)}
+        result, out = self.run_operator("mla_rope_quantize", keys | queries, params | {"rope_style": "half_split"})
+        self.expect(result, 0)
+        self.assertEqual(bytes(out["q_fp8"].values), b"\x30" * 512 + b"\xb0" * 32 + b"\x30" * 32)
+        self.expect_refused("mla_rope_quantize", keys, {}, "rope_style is missing")
+        self.expect_refused("mla_rope_quantize", keys, params | {"k_scale": 0}, "k_scale = 0")
+
+
 class MhaTest(CommandLineTest):
     def test_causal_rows_are_right_aligned(self):
         values = [float(j) for j in range(3) for _ in range(128)]

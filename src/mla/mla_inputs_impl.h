@@ -1,0 +1,25 @@
+#pragma once
+
+#include <cstdint>
+
+#include "fovea/mla_inputs.h"
+
+/// The implementations of concat_absorbed_q and mla_rope_quantize.
+namespace fovea::internal {
+
+/// An absorbed row: 512 latent channels, then 64 of rope.
+inline constexpr int64_t kNopeDim = 512;
+inline constexpr int64_t kRopeDim = 64;
+inline constexpr int64_t kAbsorbedDim = kNopeDim + kRopeDim;
+
+void concat_absorbed_q_ref(const ConcatAbsorbedQProblem& problem, const Device& device,
+                           const ConcatAbsorbedQTensors& tensors, Workspace workspace);
+void concat_absorbed_q_cpu(const ConcatAbsorbedQProblem& problem, const Device& device,
+                           const ConcatAbsorbedQTensors& tensors, Workspace workspace);
+
+void mla_rope_quantize_ref(const MlaRopeQuantizeProblem& problem, const Device& device,
+                           const MlaRopeQuantizeTensors& tensors, Workspace workspace);
+void mla_rope_quantize_cpu(const MlaRopeQuantizeProblem& problem, const Device& device,
+                           const MlaRopeQuantizeTensors& tensors, Workspace workspace);
+
+}  // namespace fovea::internal
