@@ -4,6 +4,7 @@
 #include <bit>
 #include <limits>
 #include <string>
+#include <utility>
 
 #include "src/batch/forward_modes.h"
 #include "src/core/check.h"
@@ -27,48 +28,64 @@ int64_t fixed_rows(const DsaConfig& config, ForwardMode mode) {
   return reads_ext_len(mode) ? 0 : config.rows_per_request;
 }
 
+// Most rows of a request where ext_len says how many.
+int64_t most_rows(const DsaConfig& config, const ForwardBatch& batch,
+                  const std::optional<StepBucket>& bucket) {
+  if (batch.mode != ForwardMode::kDraftExtend) return config.max_rows;
+  return bucket ? bucket->rows_per_request : config.rows_per_request;
+}
+
 // From seq_len to the KV length.
-int64_t length_addend(const DsaConfig& config, ForwardMode mode) {
-  return mode == ForwardMode::kTargetVerify ? config.rows_per_request : 0;
+int64_t length_addend(const DsaConfig& config, ForwardMode mode, int32_t kv_len_delta) {
+  return mode == ForwardMode::kTargetVerify ? config.rows_per_request : kv_len_delta;
 }
 
-// Rows of one request on the host, checked.
 int64_t host_rows(const DsaConfig& config, const ForwardBatch& batch, size_t request) {
-  const int64_t fixed = fixed_rows(config, batch.mode);
-  const int64_t rows = batch.host_ext_len.empty() ? fixed : batch.host_ext_len[request];
-  const int64_t most =
-      batch.mode == ForwardMode::kDraftExtend ? config.rows_per_request : config.max_rows;
-  std::string expected;
-  if (fixed > 0 && rows != fixed)
-    expected = std::to_string(fixed);
-  else if (rows < 0)
-    expected = ">= 0";
-  else if (rows > most)
-    expected = "at most " + std::to_string(most);
-  if (!expected.empty()) {
-    bad_request(request, "host_ext_len = " + std::to_string(rows) + ", expected " + expected +
-                             in_mode(batch.mode));
-  }
-  return rows;
+  return batch.host_ext_len.empty() ? fixed_rows(config, batch.mode) : batch.host_ext_len[request];
 }
 
-void check_host_length(const DsaConfig& config, const ForwardBatch& batch, size_t request,
-                       int64_t rows) {
-  const int64_t len = batch.host_seq_len[request];
-  const int64_t addend = length_addend(config, batch.mode);
-  if (len >= 0 && len + addend >= rows && len + addend <= config.table_width) return;
-  const std::string found = "host_seq_len = " + std::to_string(len);
-  if (len < 0) bad_request(request, found + ", expected >= 0");
-  if (len + addend < rows) {
+void check_host_rows(const DsaConfig& config, const ForwardBatch& batch,
+                     const std::optional<StepBucket>& bucket, size_t request) {
+  const int64_t rows = host_rows(config, batch, request);
+  const int64_t fixed = fixed_rows(config, batch.mode);
+  const int64_t least = fixed > 0 ? fixed : 0;
+  const int64_t most = fixed > 0 ? fixed : most_rows(config, batch, bucket);
+  if (rows >= least && rows <= most) return;
+  bad_request(request, "host_ext_len = " + std::to_string(rows) + ", expected " +
+                           (fixed > 0      ? std::to_string(fixed)
+                            : rows < least ? std::string(">= 0")
+                                           : "at most " + std::to_string(most)) +
+                           in_mode(batch.mode));
+}
+
+void check_host_length(const DsaConfig& config, const ForwardBatch& batch,
+                       const std::optional<StepBucket>& bucket, int32_t kv_len_delta,
+                       size_t request) {
+  const int64_t seq_len = batch.host_seq_len[request];
+  const int64_t addend = length_addend(config, batch.mode, kv_len_delta);
+  const int64_t len = seq_len + addend;
+  const int64_t rows = host_rows(config, batch, request);
+  // A padded request has one token, whatever its rows: the rows before it are empty.
+  const bool is_padding =
+      bucket && batch.mode == ForwardMode::kDraftExtendV2 && seq_len == kPaddedSeqLen;
+  if (seq_len >= 0 && (len >= rows || is_padding) && len <= config.table_width) return;
+  std::string found = "host_seq_len = " + std::to_string(seq_len);
+  if (seq_len < 0) bad_request(request, found + ", expected >= 0");
+  if (batch.mode == ForwardMode::kTargetVerify) {
+    found += " plus " + std::to_string(addend) + " rows to verify";
+  } else if (addend != 0) {
+    found += " plus kv_len_delta = " + std::to_string(addend);
+  }
+  if (len < rows) {
     bad_request(request, found + ", expected at least its " + std::to_string(rows) +
                              " new rows; seq_len includes them" + in_mode(batch.mode));
   }
   bad_request(request,
-              found + (addend > 0 ? " plus " + std::to_string(addend) + " rows to verify" : "") +
-                  ", expected at most table_width = " + std::to_string(config.table_width));
+              found + ", expected at most table_width = " + std::to_string(config.table_width));
 }
 
-void check_host_lengths(const DsaConfig& config, const ForwardBatch& batch) {
+void check_host_lengths(const DsaConfig& config, const ForwardBatch& batch,
+                        const std::optional<StepBucket>& bucket, int32_t kv_len_delta) {
   if (batch.host_seq_len.empty() && batch.host_ext_len.empty()) return;
   const auto requests = static_cast<size_t>(batch.seq_len.shape[0]);
   const auto check_size = [&](const char* name, size_t size) {
@@ -82,9 +99,9 @@ void check_host_lengths(const DsaConfig& config, const ForwardBatch& batch) {
   }
   int64_t sum = 0;
   for (size_t r = 0; r < requests; ++r) {
-    const int64_t rows = host_rows(config, batch, r);
-    check_host_length(config, batch, r, rows);
-    sum += rows;
+    check_host_rows(config, batch, bucket, r);
+    check_host_length(config, batch, bucket, kv_len_delta, r);
+    sum += host_rows(config, batch, r);
   }
   if (sum != batch.num_rows) {
     invalid(kDsaOp, "host_ext_len sums to " + std::to_string(sum) +
@@ -93,7 +110,8 @@ void check_host_lengths(const DsaConfig& config, const ForwardBatch& batch) {
 }
 
 // E against R, as far as the mode decides it.
-void check_row_count(const DsaConfig& config, const ForwardBatch& batch) {
+void check_row_count(const DsaConfig& config, const ForwardBatch& batch,
+                     const std::optional<StepBucket>& bucket) {
   const int64_t requests = batch.seq_len.shape[0];
   const int64_t fixed = fixed_rows(config, batch.mode);
   if (fixed > 0 && batch.num_rows != requests * fixed) {
@@ -101,12 +119,28 @@ void check_row_count(const DsaConfig& config, const ForwardBatch& batch) {
                         std::to_string(fixed) + " for each of the " + std::to_string(requests) +
                         " requests" + in_mode(batch.mode));
   }
-  const int64_t most = requests * config.rows_per_request;
-  if (batch.mode == ForwardMode::kDraftExtend && batch.num_rows > most) {
+  if (batch.mode != ForwardMode::kDraftExtend) return;
+  const int64_t most = requests * most_rows(config, batch, bucket);
+  if (batch.num_rows > most) {
     invalid(kDsaOp, "num_rows = " + std::to_string(batch.num_rows) + ", expected at most " +
                         std::to_string(requests) + " requests * rows_per_request = " +
                         std::to_string(most) + in_mode(batch.mode));
   }
+}
+
+void check_bucket_shape(const StepBucket& bucket, const ForwardBatch& batch) {
+  if (batch.mode != bucket.mode) {
+    invalid(kDsaOp, "mode = " + std::string(to_string(batch.mode)) +
+                        ", expected that of the plan's bucket, " +
+                        std::string(to_string(bucket.mode)));
+  }
+  if (batch.seq_len.shape[0] != bucket.num_requests) {
+    invalid(kDsaOp, "seq_len.shape[0] = " + std::to_string(batch.seq_len.shape[0]) +
+                        ", expected num_requests = " + std::to_string(bucket.num_requests) +
+                        " of the plan's bucket; fill up with padded requests");
+  }
+  check_range(kDsaOp, "padded_rows", batch.padded_rows, 0,
+              bucket.num_requests * bucket.rows_per_request);
 }
 
 // u8 [pages, >= needed bytes].
@@ -197,7 +231,23 @@ void check_dsa_config(const DsaConfig& config, const Device& device) {
   check_dsa_implementations(kDsaOp, config);
 }
 
-void check_forward_batch(const DsaConfig& config, const ForwardBatch& batch) {
+void check_bucket(const DsaConfig& config, const StepBucket& bucket) {
+  if (!is_known(bucket.mode) || is_extend(bucket.mode)) {
+    invalid(kDsaOp, "bucket.mode = " +
+                        (is_known(bucket.mode) ? std::string(to_string(bucket.mode))
+                                               : std::to_string(static_cast<int>(bucket.mode))) +
+                        ", expected a decode, verify or draft mode; a prefill has no fixed shape");
+  }
+  check_range(kDsaOp, "bucket.num_requests", bucket.num_requests, 0, config.max_requests);
+  const int64_t fixed = fixed_rows(config, bucket.mode);
+  check_range(kDsaOp, "bucket.rows_per_request", bucket.rows_per_request, fixed > 0 ? fixed : 1,
+              fixed > 0 ? fixed : config.rows_per_request);
+  check_range(kDsaOp, "bucket.num_requests * rows_per_request",
+              bucket.num_requests * bucket.rows_per_request, 0, config.max_rows);
+}
+
+void check_forward_batch(const DsaConfig& config, const ForwardBatch& batch,
+                         const std::optional<StepBucket>& bucket, int32_t kv_len_delta) {
   if (!is_known(batch.mode)) {
     unsupported(kDsaOp, "mode = " + std::to_string(static_cast<int>(batch.mode)) +
                             ", expected one of the seven forward modes");
@@ -220,21 +270,49 @@ void check_forward_batch(const DsaConfig& config, const ForwardBatch& batch) {
     invalid(kDsaOp, "ext_len is given, but mode " + std::string(to_string(batch.mode)) +
                         " has a fixed number of rows per request; leave it out");
   }
-  check_row_count(config, batch);
+  if (bucket) check_bucket_shape(*bucket, batch);
+  check_row_count(config, batch, bucket);
   const int64_t rows = std::max(batch.num_rows, batch.padded_rows);
   check_tensor(kDsaOp, "positions", batch.positions, DType::kI32, {rows});
   check_tensor(kDsaOp, "out_cache_loc", batch.out_cache_loc, DType::kI32, {rows});
-  check_host_lengths(config, batch);
+  check_host_lengths(config, batch, bucket, kv_len_delta);
 }
 
-DsaBatchFacts batch_facts(const DsaConfig& config, const ForwardBatch& batch) {
+void check_draft_steps(const ForwardBatch& batch, std::span<const DraftStep> steps) {
+  check_range(kDsaOp, "number of draft steps", static_cast<int64_t>(steps.size()), 0,
+              kMaxRefreshSteps);
+  if (batch.mode != ForwardMode::kDecode) {
+    invalid(kDsaOp, "mode = " + std::string(to_string(batch.mode)) +
+                        ", expected decode in a chain of drafts");
+  }
+  for (const auto& [name, tensor] : {std::pair{"positions", &batch.positions},
+                                     std::pair{"out_cache_loc", &batch.out_cache_loc}}) {
+    if (tensor->defined()) {
+      invalid(kDsaOp,
+              std::string(name) + " is given, but every draft step has its own; leave it out");
+    }
+  }
+  for (size_t i = 0; i < steps.size(); ++i) {
+    if (steps[i].plan == nullptr) {
+      invalid(kDsaOp, "plan of draft step " + std::to_string(i) + " is null");
+    }
+    for (size_t j = 0; j < i; ++j) {
+      if (steps[j].plan != steps[i].plan) continue;
+      invalid(kDsaOp, "draft steps " + std::to_string(j) + " and " + std::to_string(i) +
+                          " name one plan; every step needs its own");
+    }
+  }
+}
+
+DsaBatchFacts batch_facts(const DsaConfig& config, const ForwardBatch& batch,
+                          int32_t kv_len_delta) {
   DsaBatchFacts facts;
   facts.mode = batch.mode;
   facts.num_rows = batch.num_rows;
   facts.mha_inputs = batch.mha_inputs;
   facts.has_host_lengths = batch.seq_len.shape[0] == 0 || !batch.host_seq_len.empty();
   for (size_t r = 0; r < batch.host_seq_len.size(); ++r) {
-    const int64_t len = batch.host_seq_len[r] + length_addend(config, batch.mode);
+    const int64_t len = batch.host_seq_len[r] + length_addend(config, batch.mode, kv_len_delta);
     facts.max_kv_len = std::max(facts.max_kv_len, len);
     facts.sum_kv_len += len;
     if (len > host_rows(config, batch, r)) facts.has_prefix = true;

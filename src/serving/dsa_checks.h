@@ -1,8 +1,11 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
+#include <span>
 
 #include "fovea/dsa_backend.h"
+#include "src/serving/dsa_step.h"
 
 /// Host-side checks of the backend, each before anything is written.
 namespace fovea::internal {
@@ -12,18 +15,19 @@ inline constexpr char kDsaOp[] = "dsa_backend";
 /// Throws Error naming the field of the configuration.
 void check_dsa_config(const DsaConfig& config, const Device& device);
 
-/// Throws Error naming the tensor, or request and field of the host lengths.
-void check_forward_batch(const DsaConfig& config, const ForwardBatch& batch);
+/// Throws Error naming the field of the bucket.
+void check_bucket(const DsaConfig& config, const StepBucket& bucket);
+
+/// Throws Error naming the tensor, or request and field of the host lengths. With `bucket` the
+/// batch must have its shape, and may hold padded requests.
+void check_forward_batch(const DsaConfig& config, const ForwardBatch& batch,
+                         const std::optional<StepBucket>& bucket, int32_t kv_len_delta);
+
+/// What the batch and the plans of a chain of drafts must have besides.
+void check_draft_steps(const ForwardBatch& batch, std::span<const DraftStep> steps);
 
 /// The facts of a batch that passed check_forward_batch.
-DsaBatchFacts batch_facts(const DsaConfig& config, const ForwardBatch& batch);
-
-/// What forward needs to know of the current step.
-struct StepShape {
-  int64_t num_rows = 0;     ///< E
-  int64_t padded_rows = 0;  ///< T >= E
-  int64_t sum_kv_len = 0;   ///< With host lengths only.
-};
+DsaBatchFacts batch_facts(const DsaConfig& config, const ForwardBatch& batch, int32_t kv_len_delta);
 
 /// Throws Error naming the tensor.
 void check_forward_tensors(const DsaConfig& config, const DsaDispatch& dispatch,

@@ -96,6 +96,10 @@ DsaRig::DsaRig(const DsaConfig& config, int threads, uint64_t page_seed)
               free_pages_[static_cast<size_t>(rng.integer(0, static_cast<int64_t>(i)))]);
   }
   for (int32_t row = kMaxRequests; row >= 1; --row) free_rows_.push_back(row);
+  // Row 0 is that of padded requests: every position in the dummy page.
+  for (int64_t p = 0; p < config.table_width; ++p) {
+    req_to_token_.data<int32_t>()[p] = static_cast<int32_t>(p % config.page_size);
+  }
 }
 
 DsaRig::Request& DsaRig::request(int id) {
@@ -138,82 +142,154 @@ struct DsaRig::Rows {
   Tensor q, k, index_q, index_k, gate, positions, loc;
 };
 
-DsaRig::Rows DsaRig::make_rows(const std::vector<Work>& work, int64_t extent) {
+DsaRig::Rows DsaRig::make_rows(const std::vector<Work>& work, int64_t dummy_rows, int64_t extent) {
   Rows rows;
   rows.q = nan_tensor(DType::kBf16, {extent, config_.num_heads, 576});
   rows.k = nan_tensor(DType::kBf16, {extent, 576});
   rows.index_q = nan_tensor(DType::kBf16, {extent, config_.index_heads, config_.index_dim});
   rows.index_k = nan_tensor(DType::kBf16, {extent, config_.index_dim});
   rows.gate = nan_tensor(DType::kF32, {extent, config_.index_heads});
-  rows.positions = nan_tensor(DType::kI32, {extent});
+  rows.positions = Tensor(DType::kI32, {extent});
   rows.loc = nan_tensor(DType::kI32, {extent});
+  int32_t* const positions = rows.positions.data<int32_t>();
+  int32_t* const loc = rows.loc.data<int32_t>();
   int64_t row = 0;
   for (const Work& item : work) {
-    const Request& owner = requests_.at(item.id);
-    const int32_t* const slots = req_to_token_.data<int32_t>() + owner.row * config_.table_width;
-    const int64_t first = owner.len - item.rows;
+    const int32_t* const slots =
+        req_to_token_.data<int32_t>() + requests_.at(item.id).row * config_.table_width;
     for (int64_t i = 0; i < item.rows; ++i, ++row) {
-      const int guess = i < item.count ? 0 : ++guesses_;
-      const Token token = make_token(config_, item.id, first + i, guess);
+      const Token token =
+          make_token(config_, item.id, item.first + i, i < item.count ? 0 : ++guesses_);
       put(rows.q, row, token.q);
       put(rows.k, row, token.k);
       put(rows.index_q, row, token.index_q);
       put(rows.index_k, row, token.index_k);
       put(rows.gate, row, token.gate);
-      rows.positions.data<int32_t>()[row] = static_cast<int32_t>(first + i);
-      rows.loc.data<int32_t>()[row] = slots[first + i];
+      positions[row] = static_cast<int32_t>(item.first + i);
+      loc[row] = slots[item.first + i];
     }
   }
-  for (; row > 0 && row < extent; ++row) {
-    rows.loc.data<int32_t>()[row] = rows.loc.data<int32_t>()[0];
+  const int64_t live = row;
+  for (; row < live + dummy_rows; ++row) {
+    loc[row] = static_cast<int32_t>((row - live) % config_.page_size);
   }
+  for (; row > 0 && row < extent; ++row) loc[row] = loc[0];
   return rows;
+}
+
+// A batch with the tensors that it views.
+struct DsaRig::Inputs {
+  std::vector<int32_t> host_seq_len, host_ext_len;
+  Tensor seq_len, ext_len, pool_row;
+  Rows rows;
+  ForwardBatch batch;
+  int64_t extent = 0;
+};
+
+DsaRig::Inputs DsaRig::make_inputs(ForwardMode mode, const std::vector<Work>& work,
+                                   const StepOptions& options) {
+  const bool gives_ext_len = mode == ForwardMode::kExtend || mode == ForwardMode::kMixed ||
+                             mode == ForwardMode::kDraftExtend;
+  Inputs in;
+  std::vector<int32_t> pool_row;
+  int64_t num_rows = 0, dummy_rows = 0;
+  for (const Work& item : work) {
+    const int64_t new_rows = mode == ForwardMode::kTargetVerify ? 0 : item.rows;
+    in.host_seq_len.push_back(static_cast<int32_t>(item.first + new_rows));
+    in.host_ext_len.push_back(static_cast<int32_t>(item.rows));
+    pool_row.push_back(requests_.at(item.id).row);
+    num_rows += item.rows;
+  }
+  while (options.plan != nullptr &&
+         static_cast<int64_t>(pool_row.size()) < options.plan->bucket().num_requests) {
+    const int64_t rows = rows_of(mode, 1);
+    in.host_seq_len.push_back(kPaddedSeqLen);
+    in.host_ext_len.push_back(static_cast<int32_t>(rows));
+    pool_row.push_back(0);
+    dummy_rows += rows;
+  }
+  num_rows += dummy_rows;
+  in.extent = std::max({num_rows, options.rows_bound, options.padded_rows});
+  in.rows = make_rows(work, dummy_rows, in.extent);
+  const auto requests = static_cast<int64_t>(pool_row.size());
+  in.seq_len = Tensor::i32({requests}, in.host_seq_len);
+  in.ext_len = Tensor::i32({requests}, in.host_ext_len);
+  in.pool_row = Tensor::i32({requests}, pool_row);
+  in.batch.mode = mode;
+  in.batch.seq_len = in.seq_len;
+  in.batch.pool_row = in.pool_row;
+  if (gives_ext_len) in.batch.ext_len = in.ext_len;
+  in.batch.req_to_token = req_to_token_;
+  in.batch.positions = in.rows.positions;
+  in.batch.out_cache_loc = in.rows.loc;
+  in.batch.num_rows = std::max(num_rows, options.rows_bound);
+  in.batch.padded_rows = options.padded_rows;
+  if (options.host_lengths) {
+    in.batch.host_seq_len = in.host_seq_len;
+    if (gives_ext_len) in.batch.host_ext_len = in.host_ext_len;
+  }
+  return in;
 }
 
 void DsaRig::step(ForwardMode mode, const std::vector<std::pair<int, int>>& requests,
                   const StepOptions& options) {
   std::vector<Work> work;
-  std::vector<int32_t> seq_len, ext_len, pool_row;
-  int64_t num_rows = 0;
   for (const auto& [id, count] : requests) {
     Request& owner = request(id);
-    const int64_t rows = rows_of(mode, count);
-    work.push_back({id, count, rows});
-    grow(owner, owner.len + rows);
-    seq_len.push_back(
-        static_cast<int32_t>(mode == ForwardMode::kTargetVerify ? owner.len - rows : owner.len));
-    ext_len.push_back(static_cast<int32_t>(rows));
-    pool_row.push_back(owner.row);
-    num_rows += rows;
+    const int64_t first = owner.len, rows = rows_of(mode, count);
+    work.push_back({id, count, first, rows});
+    grow(owner, first + rows);
   }
-  const bool gives_ext_len = mode == ForwardMode::kExtend || mode == ForwardMode::kMixed ||
-                             mode == ForwardMode::kDraftExtend;
-  const int64_t extent = std::max({num_rows, options.rows_bound, options.padded_rows});
-  Rows rows = make_rows(work, extent);
-  const auto count = static_cast<int64_t>(work.size());
-  const Tensor seq = Tensor::i32({count}, seq_len), ext = Tensor::i32({count}, ext_len),
-               rows_of_pool = Tensor::i32({count}, pool_row);
-  ForwardBatch batch;
-  batch.mode = mode;
-  batch.seq_len = seq;
-  batch.pool_row = rows_of_pool;
-  if (gives_ext_len) batch.ext_len = ext;
-  batch.req_to_token = req_to_token_;
-  batch.positions = rows.positions;
-  batch.out_cache_loc = rows.loc;
-  batch.num_rows = std::max(num_rows, options.rows_bound);
-  batch.padded_rows = options.padded_rows;
-  if (options.host_lengths) {
-    batch.host_seq_len = seq_len;
-    if (gives_ext_len) batch.host_ext_len = ext_len;
-  }
-  DsaForwardTensors tensors = forward_tensors(rows, extent);
+  Inputs in = make_inputs(mode, work, options);
+  DsaForwardTensors tensors = forward_tensors(in.rows, in.extent);
   if (options.give_indices) tensors.indices = indices;
-  if (options.adjust) options.adjust(batch, tensors);
-  backend_.begin_step(batch);
-  backend_.forward({0, kSoftmaxScale}, tensors);
-  if (!options.adjust && options.give_indices) collect(work);
-  for (const Work& item : work) requests_.at(item.id).len -= item.rows - item.count;
+  if (options.adjust) options.adjust(in.batch, tensors);
+  if (options.plan == nullptr) {
+    backend_.begin_step(in.batch);
+    backend_.forward({0, kSoftmaxScale}, tensors);
+  } else {
+    backend_.begin_step(in.batch, options.plan);
+    backend_.forward(*options.plan, {0, kSoftmaxScale}, tensors);
+  }
+  if (!options.adjust && options.give_indices) {
+    collect(work, options.plan != nullptr ? options.plan->dispatch() : backend_.dispatch());
+  }
+  for (const Work& item : work) requests_.at(item.id).len = item.first + item.count;
+}
+
+void DsaRig::draft_chain(const std::vector<int>& requests, const std::vector<DsaStepPlan*>& plans,
+                         bool host_lengths) {
+  const auto count = static_cast<int64_t>(plans.size());
+  std::vector<std::vector<Work>> work(plans.size());
+  for (const int id : requests) {
+    Request& owner = request(id);
+    for (int64_t j = 0; j < count; ++j) {
+      work[static_cast<size_t>(j)].push_back({id, 1, owner.len + j, 1});
+    }
+    grow(owner, owner.len + count);
+  }
+  std::vector<Inputs> inputs;
+  std::vector<DraftStep> steps;
+  for (size_t j = 0; j < plans.size(); ++j) {
+    inputs.push_back(make_inputs(ForwardMode::kDecode, work[j],
+                                 {.host_lengths = host_lengths, .plan = plans[j]}));
+    steps.push_back({plans[j], inputs[j].rows.positions, inputs[j].rows.loc});
+  }
+  // Committed lengths: what the first step's requests have without its new token.
+  std::vector<int32_t> committed = inputs[0].host_seq_len;
+  for (size_t r = 0; r < requests.size(); ++r) committed[r] -= 1;
+  const Tensor seq_len = Tensor::i32({static_cast<int64_t>(committed.size())}, committed);
+  ForwardBatch batch = inputs[0].batch;
+  batch.seq_len = seq_len;
+  if (host_lengths) batch.host_seq_len = committed;
+  batch.positions = batch.out_cache_loc = {};
+  backend_.begin_draft_steps(batch, steps);
+  for (size_t j = 0; j < plans.size(); ++j) {
+    DsaForwardTensors tensors = forward_tensors(inputs[j].rows, inputs[j].extent);
+    tensors.indices = indices;
+    backend_.forward(*plans[j], {0, kSoftmaxScale}, tensors);
+    collect(work[j], plans[j]->dispatch());
+  }
 }
 
 DsaForwardTensors DsaRig::forward_tensors(Rows& rows, int64_t extent) {
@@ -244,20 +320,18 @@ int64_t DsaRig::position_of(const Request& request, int32_t slot) const {
   return found - slots;
 }
 
-void DsaRig::collect(const std::vector<Work>& work) {
-  const IndexTransform form =
-      config_.fuse_transform ? backend_.dispatch().transform : IndexTransform::kLocal;
+void DsaRig::collect(const std::vector<Work>& work, const DsaDispatch& dispatch) {
+  const IndexTransform form = config_.fuse_transform ? dispatch.transform : IndexTransform::kLocal;
   const int64_t heads = config_.num_heads;
-  int64_t row = 0;
+  int64_t first_row = 0;
   int64_t first_key = 0;
-  for (const auto& [id, count, rows] : work) {
-    const Request& owner = requests_.at(id);
-    const int64_t first = owner.len - rows;
-    for (int64_t p = first; p < owner.len; ++p, ++row) {
-      if (p >= first + count) continue;  // a wrong guess
+  for (const Work& item : work) {
+    const Request& owner = requests_.at(item.id);
+    for (int64_t i = 0; i < item.count; ++i) {
+      const int64_t row = first_row + i;
       RowResult result;
-      for (int64_t i = 0; i < config_.topk; ++i) {
-        int64_t index = indices.data<int32_t>()[row * config_.topk + i];
+      for (int64_t slot = 0; slot < config_.topk; ++slot) {
+        int64_t index = indices.data<int32_t>()[row * config_.topk + slot];
         if (index >= 0 && form == IndexTransform::kPaged) {
           index = position_of(owner, static_cast<int32_t>(index));
         } else if (index >= 0 && form == IndexTransform::kRagged) {
@@ -268,8 +342,9 @@ void DsaRig::collect(const std::vector<Work>& work) {
       const auto* const bits = reinterpret_cast<const uint16_t*>(out.data<bf16_t>());
       result.out.assign(bits + row * heads * 512, bits + (row + 1) * heads * 512);
       result.lse.assign(lse.data<float>() + row * heads, lse.data<float>() + (row + 1) * heads);
-      results_[{id, p}] = result;
+      results_[{item.id, item.first + i}] = result;
     }
+    first_row += item.rows;
     first_key += owner.len;
   }
 }

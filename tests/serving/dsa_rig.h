@@ -45,6 +45,8 @@ struct StepOptions {
   int64_t rows_bound = 0;  ///< Given as num_rows where it is larger; kDraftExtend.
   bool host_lengths = true;
   bool give_indices = true;  ///< Ask for the selection.
+  /// The step's buffers. Padded requests fill up its bucket; their rows hold NaN.
+  DsaStepPlan* plan = nullptr;
   /// Changes what the backend gets; the rows are not collected then.
   std::function<void(ForwardBatch&, DsaForwardTensors&)> adjust = {};
 };
@@ -62,6 +64,10 @@ class DsaRig {
   /// step, which leaves their rows in the pool.
   void step(ForwardMode mode, const std::vector<std::pair<int, int>>& work,
             const StepOptions& options = {});
+
+  /// Appends plans.size() tokens to each request, one draft step each, all begun in one call.
+  void draft_chain(const std::vector<int>& requests, const std::vector<DsaStepPlan*>& plans,
+                   bool host_lengths = true);
 
   /// Frees the request's pages and table row.
   void release(int request);
@@ -85,13 +91,16 @@ class DsaRig {
   struct Work {
     int id;
     int count;
+    int64_t first;  // position of the first row
     int64_t rows;
   };
   struct Rows;
+  struct Inputs;
   void grow(Request& request, int64_t len);
-  Rows make_rows(const std::vector<Work>& work, int64_t extent);
+  Inputs make_inputs(ForwardMode mode, const std::vector<Work>& work, const StepOptions& options);
+  Rows make_rows(const std::vector<Work>& work, int64_t dummy_rows, int64_t extent);
   DsaForwardTensors forward_tensors(Rows& rows, int64_t extent);
-  void collect(const std::vector<Work>& work);
+  void collect(const std::vector<Work>& work, const DsaDispatch& dispatch);
   int64_t rows_of(ForwardMode mode, int count) const;
   int64_t position_of(const Request& request, int32_t slot) const;
 

@@ -1,0 +1,196 @@
+#include "src/serving/dsa_forward.h"
+
+#include <algorithm>
+#include <limits>
+#include <string_view>
+
+#include "src/core/access.h"
+#include "src/core/workspace.h"
+#include "src/serving/dsa_dispatch.h"
+#include "src/serving/dsa_shapes.h"
+#include "src/serving/selection_map.h"
+
+namespace fovea::internal {
+
+ForwardScratch::ForwardScratch(const DsaConfig& config) {
+  size_t bytes = 0;
+  cut(config, {}, &bytes);
+  memory_.reserve(bytes);
+  cut(config, memory_.workspace(), &bytes);
+}
+
+void ForwardScratch::cut(const DsaConfig& config, Workspace memory, size_t* bytes) {
+  WorkspaceCutter cutter(memory);
+  const auto array = [&](DType dtype, std::initializer_list<int64_t> shape) {
+    TensorView view = make_tensor(static_cast<void*>(nullptr), dtype, shape);
+    view.data = cutter.take<uint8_t>(view.num_elements() * static_cast<int64_t>(size_of(dtype)));
+    return view;
+  };
+  const int64_t rows = config.max_rows;
+  q_fp8 = array(DType::kU8, {rows, config.index_heads, config.index_dim});
+  q_scale = array(DType::kF32, {rows, config.index_heads});
+  head_weight = array(DType::kF32, {rows, config.index_heads});
+  k_fp8 = array(DType::kU8, {rows, config.index_dim});
+  k_scale = array(DType::kF32, {rows});
+  selection = array(DType::kI32, {rows, config.topk});
+  if (!config.fuse_transform) slots = array(DType::kI32, {rows, config.topk});
+  if (may_run_contiguous(config)) {
+    contiguous_slots = array(DType::kI32, {config.mha_chunk_capacity});
+    contiguous_rows = array(DType::kBf16, {config.mha_chunk_capacity, kLatentWidth});
+  }
+  *bytes = cutter.used_bytes();
+}
+
+void DsaForward::run(const DsaForwardTensors& tensors) {
+  const bool scores = !step_.dispatch.skip_selection && !tensors.topk_indices.defined();
+  quantize_index(tensors, scores);
+  store_rows(tensors);
+  ConstTensorView indices;
+  if (!step_.dispatch.one_shot || tensors.indices.defined()) indices = select_rows(tensors);
+  if (step_.dispatch.one_shot)
+    attend_one_shot(tensors);
+  else
+    attend(tensors, indices);
+}
+
+void DsaForward::quantize_index(const DsaForwardTensors& tensors, bool scores) {
+  const bool stores = tensors.index_k.defined();
+  if (!scores && !stores) return;
+  IndexQuantizeTensors in;
+  in.positions = live(step_.positions);
+  in.cos_sin = tensors.cos_sin;
+  if (scores) {
+    in.q = live(tensors.index_q);
+    in.head_gate = live(tensors.head_gate);
+    in.q_fp8 = live(scratch_.q_fp8);
+    in.q_scale = live(scratch_.q_scale);
+    in.head_weight = live(scratch_.head_weight);
+  }
+  if (stores) {
+    in.k = live(tensors.index_k);
+    in.norm_weight = tensors.norm_weight;
+    in.norm_bias = tensors.norm_bias;
+    in.k_fp8 = live(scratch_.k_fp8);
+    in.k_scale = live(scratch_.k_scale);
+  }
+  caller_.call("index_quantize", shared_.quantize, in,
+               [&] { return index_quantize_work(config_, step_.shape.num_rows, scores, stores); });
+}
+
+void DsaForward::store_rows(const DsaForwardTensors& tensors) {
+  const ConstTensorView slots = live(step_.out_cache_loc);
+  if (tensors.k.defined()) {
+    caller_.call("pack_rows", layer_.pack, {live(tensors.k), slots, tensors.kv_pool},
+                 [&] { return pack_rows_work(config_, step_.shape.num_rows); });
+  }
+  if (tensors.index_k.defined()) {
+    caller_.call("index_store", shared_.store,
+                 {live(scratch_.k_fp8), live(scratch_.k_scale), slots, tensors.index_pool},
+                 [&] { return index_store_work(config_, step_.shape.num_rows); });
+  }
+}
+
+void DsaForward::map_rows(const ConstTensorView& positions, IndexTransform transform,
+                          const TensorView& indices) {
+  SelectionMap map;
+  map.transform = transform;
+  map.page_size = config_.page_size;
+  map.positions = positions;
+  map.row_len = step_.fields.row_len;
+  map.page_table = step_.fields.page_table;
+  map.row_to_request = step_.fields.row_to_request;
+  map.row_offset = step_.fields.row_offset;
+  map.indices = indices;
+  caller_.timed(
+      "map_selection",
+      [&]() -> std::string_view {
+        map_selection(map, device_);
+        return "cpu";
+      },
+      [&] { return map_selection_work(config_, step_.shape.num_rows); });
+}
+
+// The selection in the form that attention reads, [T, K].
+ConstTensorView DsaForward::select_rows(const DsaForwardTensors& tensors) {
+  const IndexTransform target = step_.dispatch.transform;
+  const int64_t padded = step_.shape.padded_rows;
+  const TensorView selection =
+      tensors.indices.defined() ? tensors.indices : slice_rows(scratch_.selection, 0, padded);
+  if (tensors.topk_indices.defined()) {
+    if (config_.fuse_transform) return tensors.topk_indices;
+    map_rows(tensors.topk_indices, target, slice_rows(scratch_.slots, 0, padded));
+    return slice_rows(scratch_.slots, 0, padded);
+  }
+  const IndexTransform own = config_.fuse_transform ? target : IndexTransform::kLocal;
+  if (step_.dispatch.skip_selection) {
+    map_rows({}, own, selection);
+  } else {
+    IndexSelectTensors in;
+    in.q_fp8 = live(scratch_.q_fp8);
+    in.head_weight = live(scratch_.head_weight);
+    in.index_pool = tensors.index_pool;
+    in.page_table = step_.fields.page_table;
+    in.row_to_request = live(step_.fields.row_to_request);
+    in.row_len = step_.fields.row_len;
+    if (own == IndexTransform::kRagged) in.row_offset = step_.fields.row_offset;
+    in.schedule = step_.fields.schedule;
+    in.indices = selection;  // rows of padding become -1
+    caller_.call("index_select",
+                 own == IndexTransform::kRagged ? *shared_.select_ragged : shared_.select, in,
+                 [&] { return index_select_work(config_, step_.fields); });
+  }
+  if (config_.fuse_transform) return selection;
+  map_rows(selection, target, slice_rows(scratch_.slots, 0, padded));
+  return slice_rows(scratch_.slots, 0, padded);
+}
+
+// The batch's keys in bf16, requests in order.
+ConstTensorView DsaForward::contiguous_keys(const DsaForwardTensors& tensors) {
+  if (step_.dispatch.fresh_kv) return live(tensors.k);
+  const int64_t tokens = step_.shape.sum_kv_len;
+  const TensorView slots = slice_rows(scratch_.contiguous_slots, 0, tokens);
+  const TensorView rows = slice_rows(scratch_.contiguous_rows, 0, tokens);
+  list_slots(step_.fields.page_table, step_.fields.kv_indptr, config_.page_size, slots, device_);
+  caller_.call("unpack_rows", *layer_.unpack, {tensors.kv_pool, slots, rows},
+               [&] { return unpack_rows_work(config_, step_.fields); });
+  return rows;
+}
+
+void DsaForward::attend(const DsaForwardTensors& tensors, const ConstTensorView& indices) {
+  const bool contiguous = step_.dispatch.kernel == DsaKernel::kContiguousBf16;
+  SparseMlaTensors in;
+  in.q = tensors.q;
+  in.kv = contiguous ? contiguous_keys(tensors) : ConstTensorView(tensors.kv_pool);
+  in.indices = indices;
+  in.topk_length = step_.fields.topk_length;
+  in.out = tensors.out;
+  in.lse = tensors.lse;
+  const int64_t row_bytes = contiguous ? 2 * kLatentWidth : latent_row_bytes(config_);
+  caller_.call("sparse_mla", contiguous ? *layer_.contiguous : layer_.cache_direct, in,
+               [&] { return sparse_mla_work(config_, step_.fields, row_bytes); });
+}
+
+void DsaForward::attend_one_shot(const DsaForwardTensors& tensors) {
+  MhaVarlenTensors in;
+  in.q = tensors.q_mha;
+  in.k = tensors.k_mha;
+  in.v = tensors.v_mha;
+  in.q_indptr = step_.fields.q_indptr;
+  in.kv_indptr = step_.fields.kv_indptr;
+  in.out = tensors.out_mha;
+  in.lse = tensors.lse;
+  caller_.call("mha_varlen", *layer_.one_shot, in,
+               [&] { return mha_varlen_work(config_, step_.fields); });
+  // The operator leaves rows without a request alone.
+  const auto out = access<bf16_t, 3>(tensors.out_mha);
+  const auto lse = access<float, 2>(tensors.lse);
+  const auto q_indptr = access<const int32_t, 1>(step_.fields.q_indptr);
+  for (int64_t row = q_indptr(q_indptr.shape[0] - 1); row < step_.shape.padded_rows; ++row) {
+    for (int64_t h = 0; h < config_.num_heads; ++h) {
+      std::fill_n(out.row(row, h), kMhaWidthV, bf16_t{0});
+    }
+    std::fill_n(lse.row(row), config_.num_heads, -std::numeric_limits<float>::infinity());
+  }
+}
+
+}  // namespace fovea::internal

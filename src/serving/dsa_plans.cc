@@ -1,0 +1,142 @@
+#include "src/serving/dsa_plans.h"
+
+#include <algorithm>
+
+#include "src/batch/forward_modes.h"
+#include "src/serving/dsa_dispatch.h"
+#include "src/serving/dsa_shapes.h"
+
+namespace fovea::internal {
+namespace {
+
+RowCodecProblem codec_problem(const DsaConfig& config, int64_t max_rows) {
+  RowCodecProblem problem;
+  problem.max_rows = max_rows;
+  problem.row_format = config.row_format;
+  problem.page_size = config.page_size;
+  problem.width = kLatentWidth;
+  problem.scale_mode = config.kv_scale_mode;
+  return problem;
+}
+
+IndexQuantizeProblem quantize_problem(const DsaConfig& config) {
+  IndexQuantizeProblem problem;
+  problem.max_rows = config.max_rows;
+  problem.num_heads = config.index_heads;
+  problem.head_dim = config.index_dim;
+  problem.rope_dim = config.rope_dim;
+  problem.rope_style = config.index_rope_style;
+  problem.hadamard = config.hadamard;
+  problem.scale_mode = config.index_scale_mode;
+  return problem;
+}
+
+IndexSelectProblem select_problem(const DsaConfig& config, IndexTransform transform) {
+  IndexSelectProblem problem;
+  problem.layout = IndexLayout::kPaged;
+  problem.max_rows = config.max_rows;
+  problem.max_width = config.table_width;
+  problem.num_heads = config.index_heads;
+  problem.head_dim = config.index_dim;
+  problem.topk = config.topk;
+  problem.transform = config.fuse_transform ? transform : IndexTransform::kLocal;
+  problem.page_size = config.page_size;
+  problem.logits_budget_bytes = config.logits_budget_bytes;
+  return problem;
+}
+
+SparseMlaProblem attention_problem(const DsaConfig& config, const DsaLayer& layer,
+                                   bool contiguous) {
+  SparseMlaProblem problem;
+  problem.max_rows = config.max_rows;
+  problem.num_heads = config.num_heads;
+  problem.head_dim_qk = kLatentWidth;
+  problem.topk = config.topk;
+  problem.softmax_scale = layer.softmax_scale;
+  problem.logit_cap = layer.logit_cap;
+  problem.row_format = contiguous ? RowFormat::kBf16 : config.row_format;
+  problem.page_size = contiguous ? 0 : config.page_size;
+  return problem;
+}
+
+MhaVarlenProblem mha_problem(const DsaConfig& config, const DsaLayer& layer) {
+  MhaVarlenProblem problem;
+  problem.max_rows = config.max_rows;
+  problem.max_keys = config.mha_chunk_capacity;
+  problem.max_requests = config.max_requests;
+  problem.num_heads = config.num_heads;
+  problem.softmax_scale = layer.softmax_scale;
+  return problem;
+}
+
+template <class Plan>
+size_t bytes_of(const Plan& plan) {
+  return plan.workspace_bytes();
+}
+template <class Plan>
+size_t bytes_of(const std::optional<Plan>& plan) {
+  return plan ? plan->workspace_bytes() : 0;
+}
+
+}  // namespace
+
+MetadataProblem metadata_problem(const DsaConfig& config, ForwardMode mode) {
+  MetadataProblem problem;
+  problem.mode = mode;
+  problem.max_requests = config.max_requests;
+  problem.max_rows = config.max_rows;
+  problem.table_width = config.table_width;
+  problem.rows_per_request = config.rows_per_request;
+  problem.topk = config.topk;
+  problem.page_size = config.page_size;
+  // row_offset costs one array and is then there for the contiguous kernel.
+  problem.transform = is_extend(mode) ? IndexTransform::kRagged : IndexTransform::kPaged;
+  return problem;
+}
+
+DsaPlans::DsaPlans(const DsaConfig& config, const Device& device, const OperatorOptions& options)
+    : quantize(IndexQuantize::plan(quantize_problem(config), device, options("index_quantize"))),
+      store(IndexStore::plan({config.max_rows, config.index_dim, config.page_size}, device,
+                             options("index_store"))),
+      select(IndexSelect::plan(select_problem(config, IndexTransform::kPaged), device,
+                               options("index_select"))) {
+  for (int i = 0; is_known(static_cast<ForwardMode>(i)); ++i) {
+    refresh.push_back(MetadataRefresh::plan(metadata_problem(config, static_cast<ForwardMode>(i)),
+                                            device, options("metadata_refresh")));
+  }
+  if (may_run_contiguous(config)) {
+    select_ragged = IndexSelect::plan(select_problem(config, IndexTransform::kRagged), device,
+                                      options("index_select"));
+  }
+}
+
+size_t DsaPlans::workspace_bytes() const {
+  size_t bytes =
+      std::max({bytes_of(quantize), bytes_of(store), bytes_of(select), bytes_of(select_ragged)});
+  for (const MetadataRefresh& plan : refresh) bytes = std::max(bytes, bytes_of(plan));
+  return bytes;
+}
+
+LayerPlans::LayerPlans(const DsaConfig& config, const DsaLayer& layer_in, const Device& device,
+                       const OperatorOptions& options)
+    : layer(layer_in),
+      pack(PackRows::plan(codec_problem(config, config.max_rows), device, options("pack_rows"))),
+      cache_direct(
+          SparseMla::plan(attention_problem(config, layer, false), device, options("sparse_mla"))) {
+  if (may_run_contiguous(config)) {
+    unpack = UnpackRows::plan(codec_problem(config, config.mha_chunk_capacity), device,
+                              options("unpack_rows"));
+    contiguous =
+        SparseMla::plan(attention_problem(config, layer, true), device, options("sparse_mla"));
+  }
+  if (may_run_one_shot(config)) {
+    one_shot = MhaVarlen::plan(mha_problem(config, layer), device, options("mha_varlen"));
+  }
+}
+
+size_t LayerPlans::workspace_bytes() const {
+  return std::max({bytes_of(pack), bytes_of(cache_direct), bytes_of(unpack), bytes_of(contiguous),
+                   bytes_of(one_shot)});
+}
+
+}  // namespace fovea::internal
