@@ -78,6 +78,11 @@ void make_fields(OperatorCall& call, const MetadataProblem& problem, MetadataFie
   fields.topk_length = call.out("topk_length", "i32 [T]");
   fields.topk_indptr = call.out("topk_indptr", "i32 [T+1]");
   fields.ext_len = call.out("ext_len", "i32 [R]");
+  if (problem.split_parts > 0) {
+    call.set_extent("split_parts", problem.split_parts, "params.split_parts");
+    fields.split_schedule = call.out("split_schedule", "i32 [split_parts, 8]");
+    fields.split_indptr = call.out("split_indptr", "i32 [T+1]");
+  }
   if (!is_extend(problem.mode)) {
     call.set_extent("workers", problem.workers, "params.workers");
     fields.schedule = call.out("schedule", "i32 [workers+1, 2]");
@@ -118,6 +123,7 @@ void run_metadata_refresh(OperatorCall& call) {
   problem.topk = call.integer("topk");
   problem.page_size = call.integer("page_size");
   problem.workers = call.integer("workers", 64);
+  problem.split_parts = call.integer("split_parts", 0);
   const int64_t rows = has_fixed_rows(problem.mode) ? call.integer("rows_per_request")
                                                     : call.integer("rows_per_request", 1);
   if (has_fixed_rows(problem.mode)) problem.rows_per_request = rows;

@@ -34,6 +34,7 @@ VerifyCase make_metadata_case(const std::string& mode, int64_t requests, int64_t
   add_requests(builder, requests, width, page_size);
   builder.integers("seq_len", {requests}, 4, width - 4);
   builder.param("mode", mode).param("topk", 16).param("page_size", page_size).param("workers", 5);
+  builder.param("split_parts", 3);
   const bool reads_ext_len = mode == "extend" || mode == "mixed" || mode == "draft_extend";
   if (reads_ext_len) {
     builder.integers("ext_len", {requests}, 0, 4);

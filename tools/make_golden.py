@@ -280,13 +280,14 @@ def batch_cases(folder, rng):
         ext = [fixed] * requests if fixed else [int(n) for n in rng.integers(0, 5, size=requests)]
         transform = "ragged" if mode == "extend" else "paged"
         padded = sum(ext) + 3
-        params = {"mode": mode, "topk": 12, "page_size": page_size, "padded_rows": padded, "transform": transform, "workers": 6}
+        params = {"mode": mode, "topk": 12, "page_size": page_size, "padded_rows": padded, "transform": transform, "workers": 6, "split_parts": 3}
         inputs = {"seq_len": i32(seq_len), "pool_row": i32(pool_row), "req_to_token": table}
         if mode in ("target_verify", "draft_extend_v2"):
             params["rows_per_request"] = 3
         if fixed is None:
             inputs["ext_len"] = i32(ext)
         expected = metadata(mode, [int(n) for n in seq_len], ext, pool_row, table, page_size, 12, 3, padded, transform, 6)
+        expected |= split_of(expected["topk_length"].tolist(), 3)
         write(folder, "metadata_refresh", mode, params, inputs, expected)
     for case, lengths, workers in (("example", [1000, 300, 700], 4), ("mixed", [0, 5000, -3, 1, 256, 257, 0], 5), ("empty", [0, 0], 3)):
         expected = {"schedule": schedule_of(lengths, workers)}

@@ -89,7 +89,8 @@ struct MetadataFields {
   TensorView row_offset;      ///< [E] = k_start; kExtend, kMixed with transform kRagged only
   TensorView schedule;        ///< [workers+1, 2] of row_len; the other modes only
   TensorView split_schedule;  ///< [split_parts, 8] of topk_length, in any mode with split_parts > 0
-  TensorView split_indptr;    ///< [T+1], with split_schedule: pieces of each row, cumulative
+  TensorView split_indptr;    ///< [T+1], with split_schedule: pieces of each row, cumulative; a
+                              ///< padding row has one, whose zeros its part writes
 };
 
 struct MetadataTensors {

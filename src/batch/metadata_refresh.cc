@@ -31,6 +31,7 @@ void check_problem(const MetadataProblem& problem) {
   internal::check_range(kOp, "topk", problem.topk, 1, kMaxInt32);
   internal::check_range(kOp, "page_size", problem.page_size, 1, 256);
   internal::check_range(kOp, "workers", problem.workers, 1, kMaxInt32 - 1);
+  internal::check_range(kOp, "split_parts", problem.split_parts, 0, kMaxInt32 - problem.max_rows);
   if (to_string(problem.transform).empty()) {
     internal::invalid(kOp, "transform = " + std::to_string(static_cast<int>(problem.transform)) +
                                ", expected local, paged or ragged");
@@ -97,6 +98,11 @@ void check_fields(const MetadataProblem& problem, const MetadataTensors& tensors
   check_field("row_len", fields.row_len, 1, rows);
   check_field("topk_length", fields.topk_length, 1, padded);
   check_field("topk_indptr", fields.topk_indptr, 1, padded + 1);
+  if (problem.split_parts > 0) {
+    internal::check_tensor(kOp, "split_schedule", fields.split_schedule, DType::kI32,
+                           {problem.split_parts, 8});
+    check_field("split_indptr", fields.split_indptr, 1, padded + 1);
+  }
   if (internal::is_extend(problem.mode)) {
     check_field("k_start", fields.k_start, 1, 0);
     check_field("k_end", fields.k_end, 1, 0);
@@ -109,12 +115,10 @@ void check_fields(const MetadataProblem& problem, const MetadataTensors& tensors
 void check_tensors(const MetadataProblem& problem, const MetadataTensors& tensors) {
   check_inputs(problem, tensors);
   internal::check_range(kOp, "padded_rows", tensors.padded_rows, 0, problem.max_rows);
-  const bool steps_allowed = internal::is_decode(problem.mode);
-  internal::check_range(kOp, "num_steps", tensors.num_steps, 1,
-                        steps_allowed ? kMaxRefreshSteps : 1);
+  internal::check_range(kOp, "num_steps", tensors.num_steps, 1, kMaxRefreshSteps);
   for (int i = 0; i < tensors.num_steps; ++i) {
     const auto step = static_cast<size_t>(i);
-    if (!steps_allowed && tensors.kv_len_delta[step] != 0) {
+    if (!internal::is_decode(problem.mode) && tensors.kv_len_delta[step] != 0) {
       internal::invalid(kOp, "kv_len_delta[" + std::to_string(i) +
                                  "] = " + std::to_string(tensors.kv_len_delta[step]) + " in mode " +
                                  std::string(to_string(problem.mode)) +

@@ -2,6 +2,7 @@
 
 #include "src/batch/metadata_refresh_impl.h"
 #include "src/batch/paged_schedule_impl.h"
+#include "src/batch/split_schedule_impl.h"
 #include "src/core/access.h"
 #include "src/core/parallel.h"
 
@@ -132,6 +133,7 @@ struct StepFill {
       if (t < rows) entries += topk_length(t);
       topk_indptr(t + 1) = saturate_i32(entries);
     }
+    if (problem.split_parts > 0) fill_split();
     if (is_extend(problem.mode)) {
       fill_tail(fields.k_start, rows, 0);
       fill_tail(fields.k_end, rows, 0);
@@ -141,6 +143,22 @@ struct StepFill {
     ConstTensorView row_len = fields.row_len;
     row_len.shape[0] = rows;
     paged_schedule_cpu({problem.max_rows, problem.workers, 1}, {}, {row_len, fields.schedule}, {});
+  }
+
+  void fill_split() const {
+    const int64_t rows = split_rows(tensors, fields);
+    ConstTensorView topk_length = fields.topk_length;
+    topk_length.shape[0] = rows;
+    split_schedule_cpu({rows, problem.split_parts}, {},
+                       {topk_length, fields.split_schedule, fields.split_indptr}, {});
+    fill_tail_of_indptr(fields.split_indptr, rows);
+  }
+
+  // Rows past the last one that counts have no entry.
+  void fill_tail_of_indptr(const TensorView& field, int64_t rows) const {
+    const auto indptr = access<int32_t, 1>(field);
+    std::fill(indptr.data + rows + 1, indptr.data + 1 + written_rows(tensors, indptr.shape[0] - 1),
+              indptr(rows));
   }
 };
 

@@ -34,7 +34,15 @@ inline int64_t row_capacity(const MetadataProblem& problem, const MetadataTensor
     capacity = std::min({capacity, fields.k_start.shape[0], fields.k_end.shape[0]});
   }
   if (has_row_offset(problem)) capacity = std::min(capacity, fields.row_offset.shape[0]);
+  if (problem.split_parts > 0) capacity = std::min(capacity, fields.split_indptr.shape[0] - 1);
   return written_rows(tensors, capacity);
+}
+
+/// Rows that split_schedule cuts: all that topk_length and split_indptr hold, padding included, so
+/// that somebody writes the zeros of a padding row.
+inline int64_t split_rows(const MetadataTensors& tensors, const MetadataFields& fields) {
+  return written_rows(tensors,
+                      std::min(fields.topk_length.shape[0], fields.split_indptr.shape[0] - 1));
 }
 
 /// Longest KV length that W and the page table hold.

@@ -1,5 +1,6 @@
 #include "src/batch/metadata_refresh_impl.h"
 #include "src/batch/paged_schedule_impl.h"
+#include "src/batch/split_schedule_impl.h"
 #include "src/core/access.h"
 
 namespace fovea::internal {
@@ -19,6 +20,7 @@ class StepReference {
     fill_requests();
     fill_page_table();
     fill_rows();
+    if (problem_.split_parts > 0) fill_split();
     if (is_extend(problem_.mode)) return;
     const int64_t rows = access<const int32_t, 1>(fields_.q_indptr)(requests_);
     paged_schedule_ref({problem_.max_rows, problem_.workers, 1}, {},
@@ -124,6 +126,19 @@ class StepReference {
                [&](int64_t request, int64_t t) { return k_start(request) + row_len(request, t); });
     if (!has_row_offset(problem_)) return;
     fill_array(fields_.row_offset, [&](int64_t request, int64_t) { return k_start(request); });
+  }
+
+  void fill_split() const {
+    const int64_t rows = split_rows(tensors_, fields_);
+    split_schedule_ref({rows, problem_.split_parts}, {},
+                       {slice_rows(fields_.topk_length, 0, rows), fields_.split_schedule,
+                        slice_rows(fields_.split_indptr, 0, rows + 1)},
+                       {});
+    // Rows past the schedule have no piece.
+    const auto split_indptr = access<int32_t, 1>(fields_.split_indptr);
+    for (int64_t t = rows; t < written_rows(tensors_, split_indptr.shape[0] - 1); ++t) {
+      split_indptr(t + 1) = split_indptr(t);
+    }
   }
 
   const MetadataProblem& problem_;

@@ -45,6 +45,7 @@ class MetadataRefreshTest : public test::TargetTest {
     problem.page_size = 4;
     problem.transform = transform;
     problem.workers = 4;
+    problem.split_parts = 4;
     return problem;
   }
 
@@ -102,7 +103,11 @@ TEST_P(MetadataRefreshTest, ExampleExtendWithPrefix) {
              {"k_start", {0, 0, 0, 10, 10}},
              {"k_end", {8, 9, 10, 13, 14}},
              {"row_offset", {0, 0, 0, 10, 10}},
-             {"schedule", Values(10, U)}});
+             {"schedule", Values(10, U)},
+             // Five rows of one block: cost 30, four parts of 8 + 5 hold two rows each.
+             {"split_indptr", {0, 1, 2, 3, 4, 5}},
+             {"split_schedule", {0, 1, 0, 1, 0, 0, 0, 0, 2, 3, 0, 1, 0, 0, 0, 0,
+                                 4, 4, 0, 1, 0, 0, 0, 0, 5, 4, 0, 0, 0, 0, 0, 0}}});
 }
 
 TEST_P(MetadataRefreshTest, ExampleExtendWithoutPrefix) {
@@ -136,6 +141,9 @@ TEST_P(MetadataRefreshTest, ExampleMixed) {
              {"row_len", {10, 3, 4}},
              {"topk_length", {6, 3, 4}},
              {"topk_indptr", {0, 6, 9, 13}},
+             {"max_kv_len", {10}},
+             {"page_table", {2, 5, 7, 3, U, U}},
+             {"ext_len", {1, 2}},
              {"k_start", {0, 10, 10}},
              {"k_end", {10, 13, 14}}});
 }
@@ -179,7 +187,8 @@ TEST_P(MetadataRefreshTest, ExampleIdleWithoutRequests) {
              {"row_len", {}},
              {"topk_length", {0, 0}},
              {"topk_indptr", {0, 0, 0}},
-             {"schedule", Values(10, 0)}});
+             {"schedule", Values(10, 0)},
+             {"split_indptr", {0, 1, 2}}});
 }
 
 TEST_P(MetadataRefreshTest, NoRequestsInEveryMode) {
@@ -227,21 +236,33 @@ TEST_P(MetadataRefreshTest, ExampleDraftExtend) {
   StepArrays a = refresh(problem(ForwardMode::kDraftExtend), {10, 4}, {3, 1}, 4);
   expect(a, {{"kv_len", {10, 4}},
              {"kv_indptr", {0, 10, 14}},
+             {"max_kv_len", {10}},
              {"q_indptr", {0, 3, 4}},
+             {"max_q_len", {3}},
+             {"page_table", {2, 5, 7, 3, U, U}},
              {"row_to_request", {0, 0, 0, 1}},
              {"row_len", {8, 9, 10, 4}},
              {"topk_length", {6, 6, 6, 4}},
-             {"topk_indptr", {0, 6, 12, 18, 22}}});
+             {"topk_indptr", {0, 6, 12, 18, 22}},
+             {"ext_len", {3, 1}},
+             {"schedule", {0, 0, 1, 0, 2, 0, 3, 0, 4, 0}}});
 }
 
 TEST_P(MetadataRefreshTest, ExampleDraftExtendV2) {
+  // The row-level fields of target_verify; here seq_len has the new rows already.
   StepArrays a = refresh(problem(ForwardMode::kDraftExtendV2), {10, 5}, {}, 6);
-  StepArrays verify = refresh(problem(ForwardMode::kTargetVerify), {7, 2}, {}, 6);
-  expect(a, {{"kv_len", {10, 5}}, {"kv_indptr", {0, 10, 15}}});
-  EXPECT_EQ(a.row_len.values<int32_t>(), verify.row_len.values<int32_t>());
-  EXPECT_EQ(a.topk_indptr.values<int32_t>(), verify.topk_indptr.values<int32_t>());
-  EXPECT_EQ(a.row_to_request.values<int32_t>(), verify.row_to_request.values<int32_t>());
-  EXPECT_EQ(a.schedule.values<int32_t>(), verify.schedule.values<int32_t>());
+  expect(a, {{"kv_len", {10, 5}},
+             {"kv_indptr", {0, 10, 15}},
+             {"max_kv_len", {10}},
+             {"q_indptr", {0, 3, 6}},
+             {"max_q_len", {3}},
+             {"page_table", {2, 5, 7, 3, 9, U}},
+             {"row_to_request", {0, 0, 0, 1, 1, 1}},
+             {"row_len", {8, 9, 10, 3, 4, 5}},
+             {"topk_length", {6, 6, 6, 3, 4, 5}},
+             {"topk_indptr", {0, 6, 12, 18, 21, 25, 30}},
+             {"ext_len", {3, 3}},
+             {"schedule", {0, 0, 1, 0, 2, 0, 4, 0, 6, 0}}});
 }
 
 TEST_P(MetadataRefreshTest, KnownFault8LengthsBelowTheRowsStayCountedFromTheEnd) {
@@ -610,6 +631,8 @@ TEST_P(MetadataRefreshTest, RefusesBeforeAnythingIsWritten) {
   verify.max_rows = 5;
   EXPECT_THROW(MetadataRefresh::plan(verify, Device::cpu(1), GetParam().options()).run(good, {}),
                Error);  // two requests of three rows
+  refuses([](auto& t) { t.steps[0].split_schedule.shape[0] = 3; }, "split_schedule");
+  refuses([](auto& t) { t.steps[0].split_indptr.shape[0] = 2; }, "split_indptr");
   MetadataTensors shifted = good;
   shifted.kv_len_delta[0] = 1;
   EXPECT_THROW(MetadataRefresh::plan(problem(ForwardMode::kTargetVerify), Device::cpu(1),
@@ -636,6 +659,7 @@ TEST(MetadataRefresh, RefusesBoundsOutsideTheirRanges) {
   refuses([](auto& p) { p.max_requests = int64_t{1} << 31; });
   refuses([](auto& p) { p.rows_per_request = 0; });
   refuses([](auto& p) { p.workers = 0; });
+  refuses([](auto& p) { p.split_parts = -1; });
   refuses([](auto& p) { p.transform = IndexTransform::kRagged; });  // decode is paged
   refuses([](auto& p) { p.mode = static_cast<ForwardMode>(9); });
 }

@@ -2,10 +2,10 @@
 
 #include <cstring>
 #include <limits>
-#include <map>
 
 #include "fovea/error.h"
 #include "fovea/metadata.h"
+#include "tests/batch/metadata_oracle.h"
 #include "tests/support/memory.h"
 #include "tests/support/rng.h"
 #include "tests/support/targets.h"
@@ -13,81 +13,15 @@
 namespace fovea {
 namespace {
 
+using test::split_blocks_of;
+using test::split_oracle;
+using test::SplitArrays;
 using test::Tensor;
-using Values = std::vector<int32_t>;
+using test::Values;
 
 constexpr int64_t kOverhead = 5;
 
-int64_t blocks_of(int32_t len) { return len <= 64 ? 1 : (int64_t{len} - 1) / 64 + 1; }
-
-struct Schedule {
-  Values parts;
-  Values indptr;
-  bool operator==(const Schedule&) const = default;
-};
-
-// The formula on lists: every piece that a part takes, then everything that follows from the list.
-Schedule oracle(const Values& lens, int64_t num_parts) {
-  struct Piece {
-    int64_t part, row, begin, end;
-  };
-  std::vector<Piece> pieces;
-  int64_t cost = 0;
-  for (const int32_t len : lens) cost += blocks_of(len) + kOverhead;
-  const int64_t cap = (cost + num_parts - 1) / num_parts + kOverhead;
-  int64_t part = 0, budget = cap;
-  for (size_t row = 0; row < lens.size(); ++row) {
-    int64_t begin = 0;
-    while (begin < blocks_of(lens[row])) {
-      const int64_t rest = blocks_of(lens[row]) - begin;
-      int64_t taken = 0;
-      if (budget >= rest + kOverhead) {
-        taken = rest;
-        budget -= rest + kOverhead;
-      } else {
-        if (budget > kOverhead) taken = budget - kOverhead;
-        budget = 0;
-      }
-      if (taken > 0) pieces.push_back({part, static_cast<int64_t>(row), begin, begin + taken});
-      begin += taken;
-      if (budget == 0) {
-        ++part;
-        budget = cap;
-      }
-    }
-  }
-  std::map<int64_t, int32_t> pieces_of_row;
-  for (const Piece& piece : pieces) ++pieces_of_row[piece.row];
-  Schedule result;
-  result.indptr.push_back(0);
-  for (size_t row = 0; row < lens.size(); ++row) {
-    result.indptr.push_back(result.indptr.back() + pieces_of_row[static_cast<int64_t>(row)]);
-  }
-  const auto rows = static_cast<int32_t>(lens.size());
-  for (int64_t p = 0; p < num_parts; ++p) {
-    Values line = {rows, rows - 1, 0, 0, 0, 0, 0, 0};
-    int32_t split = 0;
-    for (const Piece& piece : pieces) {
-      if (piece.part != p) continue;
-      if (line[0] == rows) {
-        for (const Piece& other : pieces) {
-          if (other.row == piece.row && other.part < p) ++split;
-        }
-        line[0] = static_cast<int32_t>(piece.row);
-        line[2] = static_cast<int32_t>(piece.begin);
-        line[4] = split;
-        line[5] = pieces_of_row[piece.row] > 1 ? 1 : 0;
-      }
-      line[1] = static_cast<int32_t>(piece.row);
-      line[3] = static_cast<int32_t>(piece.end);
-      line[6] = pieces_of_row[piece.row] > 1 ? 1 : 0;
-    }
-    result.parts.insert(result.parts.end(), line.begin(), line.end());
-  }
-  return result;
-}
-
-SplitPart part_of(const Schedule& schedule, int64_t p) {
+SplitPart part_of(const SplitArrays& schedule, int64_t p) {
   SplitPart part;
   std::memcpy(&part, schedule.parts.data() + 8 * p, sizeof(part));
   return part;
@@ -95,7 +29,7 @@ SplitPart part_of(const Schedule& schedule, int64_t p) {
 
 class SplitScheduleTest : public test::TargetTest {
  protected:
-  Schedule schedule(const Values& lens, int64_t parts) {
+  SplitArrays schedule(const Values& lens, int64_t parts) {
     const auto rows = static_cast<int64_t>(lens.size());
     const Tensor topk_length = Tensor::i32({rows}, lens);
     Tensor out(DType::kI32, {parts, 8}), indptr(DType::kI32, {rows + 1});
@@ -112,54 +46,55 @@ INSTANTIATE_TEST_SUITE_P(Targets, SplitScheduleTest,
 TEST_P(SplitScheduleTest, WorkedExample) {
   // Blocks 16, 5, 11; cost 47, budget ceil(47 / 4) + 5 = 17. Part 0 takes 12 of 16; part 1 the
   // other 4 (9 spent) and 3 of 5; part 2 the other 2 (7 spent) and 5 of 11; part 3 the other 6.
-  const Schedule expected = {{0, 0, 0,  12, 0, 1, 1, 0,   //
-                              0, 1, 12, 3,  1, 1, 1, 0,   //
-                              1, 2, 3,  5,  1, 1, 1, 0,   //
-                              2, 2, 5,  11, 1, 1, 1, 0},  //
-                             {0, 2, 4, 6}};
+  const SplitArrays expected = {{0, 0, 0,  12, 0, 1, 1, 0,   //
+                                 0, 1, 12, 3,  1, 1, 1, 0,   //
+                                 1, 2, 3,  5,  1, 1, 1, 0,   //
+                                 2, 2, 5,  11, 1, 1, 1, 0},  //
+                                {0, 2, 4, 6}};
   EXPECT_EQ(schedule({1000, 300, 700}, 4).parts, expected.parts);
   EXPECT_EQ(schedule({1000, 300, 700}, 4).indptr, expected.indptr);
 }
 
 TEST_P(SplitScheduleTest, OneRowInSeveralPieces) {
   // 32 blocks, cost 37, budget ceil(37 / 3) + 5 = 18: 13, 13 and the last 6.
-  EXPECT_EQ(schedule({2048}, 3), (Schedule{{0, 0, 0,  13, 0, 1, 1, 0,  //
-                                            0, 0, 13, 26, 1, 1, 1, 0,  //
-                                            0, 0, 26, 32, 2, 1, 1, 0},
-                                           {0, 3}}));
+  EXPECT_EQ(schedule({2048}, 3), (SplitArrays{{0, 0, 0,  13, 0, 1, 1, 0,  //
+                                               0, 0, 13, 26, 1, 1, 1, 0,  //
+                                               0, 0, 26, 32, 2, 1, 1, 0},
+                                              {0, 3}}));
 }
 
 TEST_P(SplitScheduleTest, OnePartTakesEverythingInOnePieceEach) {
-  EXPECT_EQ(schedule({1000, 0, 700}, 1), (Schedule{{0, 2, 0, 11, 0, 0, 0, 0}, {0, 1, 2, 3}}));
+  EXPECT_EQ(schedule({1000, 0, 700}, 1), (SplitArrays{{0, 2, 0, 11, 0, 0, 0, 0}, {0, 1, 2, 3}}));
 }
 
 TEST_P(SplitScheduleTest, EmptyRowsHaveOneBlockAndNegativeLengthsAreEmpty) {
   const int32_t low = std::numeric_limits<int32_t>::min();
   EXPECT_EQ(schedule({0, -1, low, -64}, 2), schedule({1, 64, 1, 1}, 2));
-  EXPECT_EQ(schedule({0, 0}, 1), (Schedule{{0, 1, 0, 1, 0, 0, 0, 0}, {0, 1, 2}}));
+  EXPECT_EQ(schedule({0, 0}, 1), (SplitArrays{{0, 1, 0, 1, 0, 0, 0, 0}, {0, 1, 2}}));
 }
 
 TEST_P(SplitScheduleTest, PartsWithoutWorkStartAfterTheLastRow) {
   // Two rows of one block, cost 12, budget ceil(12 / 4) + 5 = 8: one row a part.
-  EXPECT_EQ(schedule({5, 0}, 4), (Schedule{{0, 0, 0, 1, 0, 0, 0, 0,  //
-                                            1, 1, 0, 1, 0, 0, 0, 0,  //
-                                            2, 1, 0, 0, 0, 0, 0, 0,  //
-                                            2, 1, 0, 0, 0, 0, 0, 0},
-                                           {0, 1, 2}}));
-  EXPECT_EQ(schedule({}, 2), (Schedule{{0, -1, 0, 0, 0, 0, 0, 0, 0, -1, 0, 0, 0, 0, 0, 0}, {0}}));
+  EXPECT_EQ(schedule({5, 0}, 4), (SplitArrays{{0, 0, 0, 1, 0, 0, 0, 0,  //
+                                               1, 1, 0, 1, 0, 0, 0, 0,  //
+                                               2, 1, 0, 0, 0, 0, 0, 0,  //
+                                               2, 1, 0, 0, 0, 0, 0, 0},
+                                              {0, 1, 2}}));
+  EXPECT_EQ(schedule({}, 2),
+            (SplitArrays{{0, -1, 0, 0, 0, 0, 0, 0, 0, -1, 0, 0, 0, 0, 0, 0}, {0}}));
 }
 
 TEST_P(SplitScheduleTest, LongestLengthsDoNotOverflow) {
   const int32_t longest = std::numeric_limits<int32_t>::max();
   const Values lens(70, longest);
-  EXPECT_EQ(schedule(lens, 3), oracle(lens, 3));
+  EXPECT_EQ(schedule(lens, 3), split_oracle(lens, 3));
 }
 
 TEST_P(SplitScheduleTest, BlockAndBudgetBoundariesEqualTheFormula) {
   for (int32_t len = 0; len <= 1300; ++len) {
     for (const int64_t parts : {1, 2, 3, 7}) {
-      ASSERT_EQ(schedule({len}, parts), oracle({len}, parts)) << len << " in " << parts;
-      ASSERT_EQ(schedule({len, 64, 65, len}, parts), oracle({len, 64, 65, len}, parts))
+      ASSERT_EQ(schedule({len}, parts), split_oracle({len}, parts)) << len << " in " << parts;
+      ASSERT_EQ(schedule({len, 64, 65, len}, parts), split_oracle({len, 64, 65, len}, parts))
           << len << " in " << parts;
     }
   }
@@ -172,7 +107,7 @@ TEST_P(SplitScheduleTest, RandomLengthsEqualTheFormula) {
     const int64_t longest = std::vector<int64_t>{1, 64, 2048, 100000}[rng.next() % 4];
     for (int32_t& len : lens) len = static_cast<int32_t>(rng.integer(-longest / 8, longest));
     const int64_t parts = rng.integer(1, 140);
-    ASSERT_EQ(schedule(lens, parts), oracle(lens, parts)) << "repeat " << repeat;
+    ASSERT_EQ(schedule(lens, parts), split_oracle(lens, parts)) << "repeat " << repeat;
   }
 }
 
@@ -180,7 +115,7 @@ TEST_P(SplitScheduleTest, ManyRowsHaveNoLimit) {
   test::Rng rng(13);
   Values lens(20000);
   for (int32_t& len : lens) len = static_cast<int32_t>(rng.integer(0, 2048));
-  EXPECT_EQ(schedule(lens, 132), oracle(lens, 132));
+  EXPECT_EQ(schedule(lens, 132), split_oracle(lens, 132));
 }
 
 // The properties that consumers rely on, checked without the formula.
@@ -191,9 +126,9 @@ TEST_P(SplitScheduleTest, EveryBlockIsWalkedOnceAndPiecesAreNumberedInOrder) {
     for (int32_t& len : lens) len = static_cast<int32_t>(rng.integer(-10, 9000));
     const auto rows = static_cast<int32_t>(lens.size());
     const int64_t parts = rng.integer(1, 90);
-    const Schedule found = schedule(lens, parts);
+    const SplitArrays found = schedule(lens, parts);
     int64_t cost = 0;
-    for (const int32_t len : lens) cost += blocks_of(len) + kOverhead;
+    for (const int32_t len : lens) cost += split_blocks_of(len) + kOverhead;
     int32_t row = 0, pieces = 0, split_pieces = 0;
     int64_t block = 0;
     bool idle = false;
@@ -212,13 +147,13 @@ TEST_P(SplitScheduleTest, EveryBlockIsWalkedOnceAndPiecesAreNumberedInOrder) {
       for (row = part.first_row; row <= part.last_row; ++row) {
         const auto r = static_cast<size_t>(row);
         const int64_t begin = row == part.first_row ? part.first_block : 0;
-        const int64_t end = row == part.last_row ? part.end_block : blocks_of(lens[r]);
+        const int64_t end = row == part.last_row ? part.end_block : split_blocks_of(lens[r]);
         ASSERT_LT(begin, end);
         const int32_t split = row == part.first_row ? part.first_split : 0;
         ASSERT_EQ(found.indptr[r] + split, pieces) << "pieces are numbered in walking order";
         ++pieces;
         const bool is_split = found.indptr[r + 1] - found.indptr[r] > 1;
-        EXPECT_EQ(is_split, begin > 0 || end < blocks_of(lens[r]));
+        EXPECT_EQ(is_split, begin > 0 || end < split_blocks_of(lens[r]));
         if (row == part.first_row) {
           EXPECT_EQ(part.first_is_split, is_split ? 1 : 0);
         }
@@ -228,7 +163,7 @@ TEST_P(SplitScheduleTest, EveryBlockIsWalkedOnceAndPiecesAreNumberedInOrder) {
         split_here += is_split ? 1 : 0;
         spent += end - begin + kOverhead;
         block = end;
-        if (end < blocks_of(lens[r])) break;
+        if (end < split_blocks_of(lens[r])) break;
         block = 0;
       }
       EXPECT_LE(split_here, 2);
@@ -253,7 +188,7 @@ TEST_P(SplitScheduleTest, WritesOnlyItsArraysAndStridedRowsEqualPackedOnes) {
   const auto plan = SplitSchedule::plan({3, 4}, Device::cpu(1), GetParam().options());
   const TensorView guarded = make_tensor(indptr.data(), DType::kI32, {4});
   plan.run({topk_length, view, guarded}, {});
-  const Schedule expected = oracle(lens, 4);
+  const SplitArrays expected = split_oracle(lens, 4);
   const Values rows = wide.values<int32_t>();
   for (size_t p = 0; p < 4; ++p) {
     for (size_t i = 0; i < 11; ++i) {

@@ -31,7 +31,9 @@ struct StepArrays {
         k_start(DType::kI32, {rows}),
         k_end(DType::kI32, {rows}),
         row_offset(DType::kI32, {rows}),
-        schedule(DType::kI32, {problem.workers + 1, 2}) {
+        schedule(DType::kI32, {problem.workers + 1, 2}),
+        split_schedule(DType::kI32, {problem.split_parts, 8}),
+        split_indptr(DType::kI32, {padded_rows + 1}) {
     for (const auto& [name, tensor] : named()) {
       std::fill_n(tensor->data<int32_t>(), tensor->view().num_elements(), kUntouched);
     }
@@ -54,6 +56,8 @@ struct StepArrays {
     views.k_end = k_end;
     views.row_offset = row_offset;
     views.schedule = schedule;
+    views.split_schedule = split_schedule;
+    views.split_indptr = split_indptr;
     return views;
   }
 
@@ -72,11 +76,14 @@ struct StepArrays {
             {"k_start", &k_start},
             {"k_end", &k_end},
             {"row_offset", &row_offset},
-            {"schedule", &schedule}};
+            {"schedule", &schedule},
+            {"split_schedule", &split_schedule},
+            {"split_indptr", &split_indptr}};
   }
 
   Tensor kv_len, kv_indptr, max_kv_len, q_indptr, max_q_len, page_table, row_to_request, row_len,
-      topk_length, topk_indptr, ext_len, k_start, k_end, row_offset, schedule;
+      topk_length, topk_indptr, ext_len, k_start, k_end, row_offset, schedule, split_schedule,
+      split_indptr;
 };
 
 }  // namespace fovea::test

@@ -91,6 +91,15 @@ class MetadataTest(CommandLineTest):
         fields, _ = self.refresh("draft_extend_v2", [10, 5], params={"rows_per_request": 3})
         self.expect_fields(fields, kv_len=[10, 5], row_len=[8, 9, 10, 3, 4, 5])
 
+    def test_split_parts_ask_for_the_split_plan(self):
+        fields, _ = self.refresh("decode", [10, 4])
+        self.assertNotIn("split_schedule", fields)
+        # Four rows of one block, two of them padding: cost 24, two parts of 12 + 5 hold two rows each.
+        fields, out = self.refresh("decode", [10, 4], params={"padded_rows": 4, "split_parts": 2})
+        self.assertEqual(out["split_schedule"].shape, [2, 8])
+        self.expect_fields(fields, split_schedule=[0, 1, 0, 1, 0, 0, 0, 0, 2, 3, 0, 1, 0, 0, 0, 0],
+                           split_indptr=[0, 1, 2, 3, 4])  # fmt: skip
+
     def test_lengths_are_device_contents(self):
         fields, _ = self.refresh("decode", [2147483647, -5])
         self.expect_fields(fields, kv_len=[W, 0], topk_length=[6, 0])
@@ -105,6 +114,7 @@ class MetadataTest(CommandLineTest):
             ({"page_size": 257}, "page_size"),
             ({"page_size": -4}, "page_size"),
             ({"workers": -1}, "workers"),
+            ({"split_parts": -1}, "split_parts"),
             ({"mode": "target_verify"}, "rows_per_request is missing"),
             ({"mode": "target_verify", "rows_per_request": 0}, "rows_per_request"),
             ({"mode": "target_verify", "rows_per_request": -3}, "rows"),
