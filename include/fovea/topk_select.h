@@ -14,7 +14,8 @@ struct TopkSelectProblem {
   int64_t max_width = 0;  ///< Upper bound of W, the columns of logits; at most 2^31 - 1.
   int64_t topk = 0;       ///< K >= 0 (0: rows of no entries), at most 2^31 - 1.
   IndexTransform transform = IndexTransform::kLocal;
-  int64_t page_size = 0;  ///< kPaged with page_table: P >= 1. Otherwise unused.
+  int64_t page_size = 0;  ///< kPaged with page_table: P >= 1; with token_table 0 or 1, because its
+                          ///< entries are slots. Otherwise unused.
 };
 
 /// E = the rows of row_len and logits; E <= T, and rows E..T-1 of `indices` (padding) become -1.

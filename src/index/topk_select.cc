@@ -31,6 +31,12 @@ void check_tensors(const TopkSelectProblem& problem, const TopkSelectTensors& te
   internal::check_range(kOp, "logits.shape[1]", tensors.logits.shape[1], 0, problem.max_width);
   internal::check_optional(kOp, "row_start", tensors.row_start, DType::kI32, {live_rows});
   internal::check_topk_transform_tensors(kOp, problem, tensors, live_rows);
+  if (problem.transform == IndexTransform::kPaged && tensors.token_table.defined() &&
+      problem.page_size > 1) {
+    internal::invalid(kOp, "page_size = " + std::to_string(problem.page_size) +
+                               " with a token_table, expected 0 or 1: its entries are slots; plan "
+                               "without it or pass a page_table");
+  }
 }
 
 }  // namespace

@@ -134,8 +134,9 @@ struct SelectCase {
     selection.row_to_request = all.row_to_request;
     selection.row_offset = all.row_offset;
     selection.indices = out;
+    const int64_t table_page = all.token_table.defined() ? 0 : problem.page_size;
     const TopkSelect topk_plan = TopkSelect::plan(
-        {problem.max_rows, problem.max_width, problem.topk, problem.transform, problem.page_size},
+        {problem.max_rows, problem.max_width, problem.topk, problem.transform, table_page},
         Device::cpu(1), part_options("topk_select", implementation));
     buffer.reserve(topk_plan.workspace_bytes());
     topk_plan.run(selection, buffer.workspace());

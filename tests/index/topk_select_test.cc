@@ -579,6 +579,11 @@ TEST(TopkSelect, RefusesWhatItsTableDoesNotList) {
                   .token_table = table,
                   .row_to_request = requests,
                   .indices = indices});
+  refused(paged, {.logits = logits,
+                  .row_len = row_len,
+                  .token_table = table,
+                  .row_to_request = requests,
+                  .indices = indices});
   refused(no_page, {.logits = logits,
                     .row_len = row_len,
                     .page_table = table,
