@@ -104,97 +104,135 @@ class UnpackRowsCase : public OperatorCase<UnpackRows, Rows> {
 struct Fields {
   OwnedTensor kv_len, kv_indptr, max_kv_len, q_indptr, max_q_len, page_table, row_to_request;
   OwnedTensor row_len, topk_length, topk_indptr, ext_len, k_start, k_end, schedule;
+  OwnedTensor split_schedule, split_indptr;
 };
 
-class MetadataCase : public OperatorCase<MetadataRefresh, Fields> {
+struct MetadataShape {
+  ForwardMode mode;
+  int64_t requests, keys, rows;  // rows of each request
+  int num_steps;
+  int64_t split_parts;
+};
+
+MetadataProblem problem_of(const MetadataShape& shape) {
+  MetadataProblem problem;
+  problem.mode = shape.mode;
+  problem.max_requests = shape.requests;
+  problem.max_rows = shape.requests * shape.rows;
+  problem.table_width = shape.keys;
+  problem.topk = 2048;
+  problem.page_size = kPageSize;
+  problem.split_parts = shape.split_parts;
+  if (shape.mode == ForwardMode::kTargetVerify) problem.rows_per_request = shape.rows;
+  return problem;
+}
+
+class MetadataCase : public OperatorCase<MetadataRefresh, std::vector<Fields>> {
  public:
-  // Every request has `keys` tokens, the last `rows_per_request` of which are rows of the batch.
-  MetadataCase(const MetadataProblem& problem, int64_t keys, int64_t rows_per_request)
-      : OperatorCase(problem), keys_(keys), rows_(problem.max_requests * rows_per_request) {
+  // Every request ends with `keys` tokens, in the last step when there are several.
+  explicit MetadataCase(const MetadataShape& shape)
+      : OperatorCase(problem_of(shape)), shape_(shape), rows_(problem_.max_rows) {
     Generator generator(33);
-    const int64_t requests = problem.max_requests;
-    seq_len_ = filled_i32({requests}, static_cast<int32_t>(keys));
+    const int64_t requests = shape.requests;
+    int64_t seq_len = shape.keys;
+    if (shape.mode == ForwardMode::kTargetVerify) seq_len -= shape.rows;
+    if (shape.num_steps > 1) seq_len -= shape.num_steps;
+    seq_len_ = filled_i32({requests}, static_cast<int32_t>(seq_len));
     pool_row_ = from_i32(permutation(&generator, requests), {requests});
-    ext_len_ = filled_i32({requests}, static_cast<int32_t>(rows_per_request));
-    const int64_t pages = keys / kPageSize;
+    ext_len_ = filled_i32({requests}, static_cast<int32_t>(shape.rows));
+    const int64_t pages = shape.keys / kPageSize;
     const std::vector<int32_t> order = permutation(&generator, requests * pages);
-    req_to_token_ = OwnedTensor(DType::kI32, {requests, problem.table_width});
+    req_to_token_ = OwnedTensor(DType::kI32, {requests, problem_.table_width});
     for (int64_t r = 0; r < requests; ++r) {
-      for (int64_t i = 0; i < keys; ++i) {
-        req_to_token_.data<int32_t>()[r * problem.table_width + i] = static_cast<int32_t>(
+      for (int64_t i = 0; i < shape.keys; ++i) {
+        req_to_token_.data<int32_t>()[r * problem_.table_width + i] = static_cast<int32_t>(
             order[static_cast<size_t>(r * pages + i / kPageSize)] * kPageSize + i % kPageSize);
       }
     }
-    // One entry a page is read, each from a cache line of its own.
+    // One entry a page is read, each from a cache line of its own, once for all steps.
     work_.bytes_read = as_double(64 * requests * pages + 3 * seq_len_.bytes());
-    work_.bytes_written = as_double(4 * (requests * pages + 5 * requests + 6 * rows_));
+    work_.bytes_written =
+        as_double(4 * shape.num_steps *
+                  (requests * pages + 5 * requests + 6 * rows_ + 8 * shape.split_parts));
   }
 
  private:
   bool extends() const { return problem_.mode == ForwardMode::kExtend; }
 
-  Fields make_outputs() const override {
+  std::vector<Fields> make_outputs() const override {
     const int64_t requests = problem_.max_requests;
     const auto field = [](std::initializer_list<int64_t> shape) { return filled_i32(shape, -7); };
-    return {field({requests}), field({requests + 1}),
-            field({1}),        field({requests + 1}),
-            field({1}),        field({requests, keys_ / kPageSize}),
-            field({rows_}),    field({rows_}),
-            field({rows_}),    field({rows_ + 1}),
-            field({requests}), field({rows_}),
-            field({rows_}),    field({problem_.workers + 1, 2})};
+    std::vector<Fields> steps;
+    for (int step = 0; step < shape_.num_steps; ++step) {
+      steps.push_back({field({requests}), field({requests + 1}), field({1}), field({requests + 1}),
+                       field({1}), field({requests, shape_.keys / kPageSize}), field({rows_}),
+                       field({rows_}), field({rows_}), field({rows_ + 1}), field({requests}),
+                       field({rows_}), field({rows_}), field({problem_.workers + 1, 2}),
+                       field({shape_.split_parts, 8}), field({rows_ + 1})});
+    }
+    return steps;
   }
-  MetadataTensors tensors(Fields* outputs) override {
+  MetadataTensors tensors(std::vector<Fields>* outputs) override {
     MetadataTensors result;
     result.seq_len = seq_len_;
     result.pool_row = pool_row_;
     result.req_to_token = req_to_token_;
-    MetadataFields& step = result.steps[0];
-    step.kv_len = outputs->kv_len;
-    step.kv_indptr = outputs->kv_indptr;
-    step.max_kv_len = outputs->max_kv_len;
-    step.q_indptr = outputs->q_indptr;
-    step.max_q_len = outputs->max_q_len;
-    step.page_table = outputs->page_table;
-    step.row_to_request = outputs->row_to_request;
-    step.row_len = outputs->row_len;
-    step.topk_length = outputs->topk_length;
-    step.topk_indptr = outputs->topk_indptr;
-    step.ext_len = outputs->ext_len;
-    if (extends()) {
-      result.ext_len = ext_len_;
-      step.k_start = outputs->k_start;
-      step.k_end = outputs->k_end;
-    } else {
-      step.schedule = outputs->schedule;
+    result.num_steps = shape_.num_steps;
+    if (extends()) result.ext_len = ext_len_;
+    for (size_t i = 0; i < outputs->size(); ++i) {
+      if (shape_.num_steps > 1) result.kv_len_delta[i] = static_cast<int32_t>(i) + 1;
+      Fields& from = (*outputs)[i];
+      MetadataFields& step = result.steps[i];
+      step.kv_len = from.kv_len;
+      step.kv_indptr = from.kv_indptr;
+      step.max_kv_len = from.max_kv_len;
+      step.q_indptr = from.q_indptr;
+      step.max_q_len = from.max_q_len;
+      step.page_table = from.page_table;
+      step.row_to_request = from.row_to_request;
+      step.row_len = from.row_len;
+      step.topk_length = from.topk_length;
+      step.topk_indptr = from.topk_indptr;
+      step.ext_len = from.ext_len;
+      step.k_start = from.k_start;
+      step.k_end = from.k_end;
+      step.schedule = from.schedule;
+      step.split_schedule = from.split_schedule;
+      step.split_indptr = from.split_indptr;
     }
     return result;
   }
   std::string difference(const MetadataTensors& actual, const MetadataTensors& reference) override {
-    const MetadataFields& a = actual.steps[0];
-    const MetadataFields& r = reference.steps[0];
     std::string wrong;
-    const auto check = [&](const char* name, const TensorView& of_a, const TensorView& of_r) {
-      if (wrong.empty() && of_r.defined()) wrong = difference_text(name, of_a, of_r, kExact);
-    };
-    check("kv_len", a.kv_len, r.kv_len);
-    check("kv_indptr", a.kv_indptr, r.kv_indptr);
-    check("max_kv_len", a.max_kv_len, r.max_kv_len);
-    check("q_indptr", a.q_indptr, r.q_indptr);
-    check("max_q_len", a.max_q_len, r.max_q_len);
-    check("page_table", a.page_table, r.page_table);
-    check("row_to_request", a.row_to_request, r.row_to_request);
-    check("row_len", a.row_len, r.row_len);
-    check("topk_length", a.topk_length, r.topk_length);
-    check("topk_indptr", a.topk_indptr, r.topk_indptr);
-    check("ext_len", a.ext_len, r.ext_len);
-    check("k_start", a.k_start, r.k_start);
-    check("k_end", a.k_end, r.k_end);
-    check("schedule", a.schedule, r.schedule);
+    for (size_t i = 0; i < static_cast<size_t>(shape_.num_steps); ++i) {
+      const MetadataFields& a = actual.steps[i];
+      const MetadataFields& r = reference.steps[i];
+      const auto check = [&](const char* name, const TensorView& of_a, const TensorView& of_r) {
+        if (!wrong.empty()) return;
+        wrong = difference_text(name, of_a, of_r, kExact);
+        if (!wrong.empty()) wrong = fmt::format("step {}: {}", i, wrong);
+      };
+      check("kv_len", a.kv_len, r.kv_len);
+      check("kv_indptr", a.kv_indptr, r.kv_indptr);
+      check("max_kv_len", a.max_kv_len, r.max_kv_len);
+      check("q_indptr", a.q_indptr, r.q_indptr);
+      check("max_q_len", a.max_q_len, r.max_q_len);
+      check("page_table", a.page_table, r.page_table);
+      check("row_to_request", a.row_to_request, r.row_to_request);
+      check("row_len", a.row_len, r.row_len);
+      check("topk_length", a.topk_length, r.topk_length);
+      check("topk_indptr", a.topk_indptr, r.topk_indptr);
+      check("ext_len", a.ext_len, r.ext_len);
+      check("k_start", a.k_start, r.k_start);
+      check("k_end", a.k_end, r.k_end);
+      check("schedule", a.schedule, r.schedule);
+      check("split_schedule", a.split_schedule, r.split_schedule);
+      check("split_indptr", a.split_indptr, r.split_indptr);
+    }
     return wrong;
   }
 
-  int64_t keys_;
+  MetadataShape shape_;
   int64_t rows_;
   OwnedTensor seq_len_, pool_row_, ext_len_, req_to_token_;
 };
@@ -233,29 +271,23 @@ std::vector<BenchCase> pack_rows_cases() { return codec_cases<PackRowsCase>("pac
 std::vector<BenchCase> unpack_rows_cases() { return codec_cases<UnpackRowsCase>("unpack_rows"); }
 
 std::vector<BenchCase> metadata_refresh_cases() {
-  struct Shape {
-    ForwardMode mode;
-    int64_t requests, keys, rows;
-  };
   std::vector<BenchCase> cases;
-  for (const Shape& shape :
-       {Shape{ForwardMode::kDecode, 64, 131072, 1}, Shape{ForwardMode::kExtend, 8, 16384, 1024}}) {
-    MetadataProblem problem;
-    problem.mode = shape.mode;
-    problem.max_requests = shape.requests;
-    problem.max_rows = shape.requests * shape.rows;
-    problem.table_width = shape.keys;
-    problem.topk = 2048;
-    problem.page_size = kPageSize;
+  for (const MetadataShape& shape :
+       {MetadataShape{ForwardMode::kDecode, 64, 131072, 1, 1, 0},
+        MetadataShape{ForwardMode::kTargetVerify, 64, 131072, 4, 1, 64},
+        MetadataShape{ForwardMode::kDecode, 64, 131072, 1, 7, 64},
+        MetadataShape{ForwardMode::kExtend, 8, 16384, 1024, 1, 0}}) {
+    const std::string steps = shape.num_steps == 1 ? "" : fmt::format("_{}steps", shape.num_steps);
     BenchCase entry;
     entry.op = "metadata_refresh";
-    entry.name = fmt::format("{}_{}x{}k", to_string(shape.mode), shape.requests, shape.keys / 1024);
-    entry.description = fmt::format("{}, {} requests of {}K tokens, {} row{} each, pages of 64",
-                                    to_string(shape.mode), shape.requests, shape.keys / 1024,
-                                    shape.rows, shape.rows == 1 ? "" : "s");
-    entry.make = [problem, shape] {
-      return std::make_unique<MetadataCase>(problem, shape.keys, shape.rows);
-    };
+    entry.name =
+        fmt::format("{}_{}x{}k{}", to_string(shape.mode), shape.requests, shape.keys / 1024, steps);
+    entry.description =
+        fmt::format("{}, {} requests of {}K tokens, {} row{} each, pages of 64{}{}",
+                    to_string(shape.mode), shape.requests, shape.keys / 1024, shape.rows,
+                    shape.rows == 1 ? "" : "s", shape.split_parts == 0 ? "" : ", both schedules",
+                    shape.num_steps == 1 ? "" : fmt::format(", {} steps", shape.num_steps));
+    entry.make = [shape] { return std::make_unique<MetadataCase>(shape); };
     cases.push_back(std::move(entry));
   }
   return cases;

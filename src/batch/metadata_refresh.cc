@@ -112,22 +112,6 @@ void check_fields(const MetadataProblem& problem, const MetadataTensors& tensors
   }
 }
 
-void check_tensors(const MetadataProblem& problem, const MetadataTensors& tensors) {
-  check_inputs(problem, tensors);
-  internal::check_range(kOp, "padded_rows", tensors.padded_rows, 0, problem.max_rows);
-  internal::check_range(kOp, "num_steps", tensors.num_steps, 1, kMaxRefreshSteps);
-  for (int i = 0; i < tensors.num_steps; ++i) {
-    const auto step = static_cast<size_t>(i);
-    if (!internal::is_decode(problem.mode) && tensors.kv_len_delta[step] != 0) {
-      internal::invalid(kOp, "kv_len_delta[" + std::to_string(i) +
-                                 "] = " + std::to_string(tensors.kv_len_delta[step]) + " in mode " +
-                                 std::string(to_string(problem.mode)) +
-                                 ", expected 0; only decode steps shift their lengths");
-    }
-    check_fields(problem, tensors, tensors.steps[step]);
-  }
-}
-
 }  // namespace
 
 std::string_view to_string(ForwardMode mode) noexcept {
@@ -166,11 +150,28 @@ std::string_view to_string(ExtendKvSource source) noexcept {
   return source == ExtendKvSource::kCache ? "cache" : "fresh";
 }
 
+void internal::check_metadata_tensors(const MetadataProblem& problem,
+                                      const MetadataTensors& tensors) {
+  check_inputs(problem, tensors);
+  internal::check_range(kOp, "padded_rows", tensors.padded_rows, 0, problem.max_rows);
+  internal::check_range(kOp, "num_steps", tensors.num_steps, 1, kMaxRefreshSteps);
+  for (int i = 0; i < tensors.num_steps; ++i) {
+    const auto step = static_cast<size_t>(i);
+    if (!internal::is_decode(problem.mode) && tensors.kv_len_delta[step] != 0) {
+      internal::invalid(kOp, "kv_len_delta[" + std::to_string(i) +
+                                 "] = " + std::to_string(tensors.kv_len_delta[step]) + " in mode " +
+                                 std::string(to_string(problem.mode)) +
+                                 ", expected 0; only decode steps shift their lengths");
+    }
+    check_fields(problem, tensors, tensors.steps[step]);
+  }
+}
+
 MetadataRefresh MetadataRefresh::plan(const MetadataProblem& problem, const Device& device,
                                       const Options& options) {
   check_problem(problem);
-  return MetadataRefresh(
-      internal::make_plan(kOp, kImplementations, problem, device, options, check_tensors));
+  return MetadataRefresh(internal::make_plan(kOp, kImplementations, problem, device, options,
+                                             internal::check_metadata_tensors));
 }
 
 }  // namespace fovea

@@ -10,7 +10,8 @@ namespace fovea::internal {
 namespace {
 
 // Scan, then fill: the cumulative sums of a step are one pass over its requests (a few
-// microseconds for 256 of them), everything else is filled per request, bounded by its length.
+// microseconds for 256 of them), everything else is filled per request, bounded by its length. The
+// pages of a request are gathered once, for its longest step: the other steps hold a prefix.
 struct StepFill {
   const MetadataProblem& problem;
   const MetadataTensors& tensors;
@@ -65,12 +66,28 @@ struct StepFill {
     *static_cast<int32_t*>(fields.max_q_len.data) = max_q_len;
   }
 
-  void fill_pages(int64_t request) const {
-    const auto req_to_token = access<const int32_t, 2>(tensors.req_to_token);
+  // Pages and rows of the step, once it is scanned.
+  int64_t work() const {
+    const auto last = [&](const TensorView& indptr) {
+      return int64_t{static_cast<const int32_t*>(indptr.data)[num_requests()]};
+    };
+    return last(fields.kv_indptr) / problem.page_size + last(fields.q_indptr);
+  }
+
+  int64_t num_pages(int64_t request) const {
     const int64_t len = static_cast<const int32_t*>(fields.kv_len.data)[request];
-    const int64_t pages = (len + problem.page_size - 1) / problem.page_size;
+    return (len + problem.page_size - 1) / problem.page_size;
+  }
+
+  int32_t* page_row(int64_t request) const {
+    return access<int32_t, 2>(fields.page_table).row(request);
+  }
+
+  void gather_pages(int64_t request) const {
+    const auto req_to_token = access<const int32_t, 2>(tensors.req_to_token);
+    const int64_t pages = num_pages(request);
     const int64_t row = static_cast<const int32_t*>(tensors.pool_row.data)[request];
-    int32_t* const to = access<int32_t, 2>(fields.page_table).row(request);
+    int32_t* const to = page_row(request);
     if (row < 0 || row >= req_to_token.shape[0]) {
       std::fill_n(to, pages, -1);
       return;
@@ -162,23 +179,47 @@ struct StepFill {
   }
 };
 
+// Pages and rows that are worth a task of their own: some twenty microseconds. Smaller pieces cost
+// more in waking a second thread than they gain.
+constexpr int64_t kPieceWork = 8192;
+
+void fill_request(const MetadataProblem& problem, const MetadataTensors& tensors, int64_t request) {
+  const auto step_fill = [&](int step) {
+    return StepFill(problem, tensors, static_cast<size_t>(step));
+  };
+  int longest = 0;
+  for (int step = 1; step < tensors.num_steps; ++step) {
+    if (step_fill(step).num_pages(request) > step_fill(longest).num_pages(request)) longest = step;
+  }
+  step_fill(longest).gather_pages(request);
+  const int32_t* const gathered = step_fill(longest).page_row(request);
+  for (int step = 0; step < tensors.num_steps; ++step) {
+    const StepFill fill = step_fill(step);
+    if (step != longest) std::copy_n(gathered, fill.num_pages(request), fill.page_row(request));
+    fill.fill_rows(request);
+  }
+}
+
 }  // namespace
 
 void metadata_refresh_cpu(const MetadataProblem& problem, const Device& device,
                           const MetadataTensors& tensors, Workspace) {
   const int64_t num_requests = tensors.seq_len.shape[0];
   const ThreadScope threads(device.num_threads);
+  int64_t work = 0, rows = 0;
   for (int step = 0; step < tensors.num_steps; ++step) {
-    StepFill(problem, tensors, static_cast<size_t>(step)).scan_requests();
+    const StepFill fill(problem, tensors, static_cast<size_t>(step));
+    fill.scan_requests();
+    work += fill.work();
+    rows += written_rows(tensors, fill.fields.topk_length.shape[0]);
   }
-  ParallelFor(tensors.num_steps * num_requests, 8, [&](int64_t begin, int64_t end, int) {
-    for (int64_t i = begin; i < end; ++i) {
-      const StepFill fill(problem, tensors, static_cast<size_t>(i / num_requests));
-      fill.fill_pages(i % num_requests);
-      fill.fill_rows(i % num_requests);
-    }
+  const int64_t pieces = std::clamp<int64_t>(work / kPieceWork, 1, num_requests + 1);
+  const int64_t grain = (num_requests + pieces - 1) / pieces;
+  ParallelFor(num_requests, std::max<int64_t>(1, grain), [&](int64_t begin, int64_t end, int) {
+    for (int64_t r = begin; r < end; ++r) fill_request(problem, tensors, r);
   });
-  ParallelFor(tensors.num_steps, 1, [&](int64_t begin, int64_t end, int) {
+  const int64_t steps_per_piece = rows < kPieceWork ? tensors.num_steps : 1;
+  ParallelFor(tensors.num_steps, steps_per_piece, [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; ++i) {
       StepFill(problem, tensors, static_cast<size_t>(i)).finish();
     }

@@ -15,6 +15,9 @@ void metadata_refresh_ref(const MetadataProblem& problem, const Device& device,
 void metadata_refresh_cpu(const MetadataProblem& problem, const Device& device,
                           const MetadataTensors& tensors, Workspace workspace);
 
+/// Throws Error(kInvalidArgument) for tensors that do not fit the problem.
+void check_metadata_tensors(const MetadataProblem& problem, const MetadataTensors& tensors);
+
 inline bool has_row_offset(const MetadataProblem& problem) {
   return is_extend(problem.mode) && problem.transform == IndexTransform::kRagged;
 }
