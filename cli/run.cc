@@ -68,6 +68,7 @@ const std::vector<Binding>& bindings() {
       {"index_quantize", run_index_quantize},
       {"index_select", run_index_select},
       {"merge_lse", run_merge_lse},
+      {"metadata_check", run_metadata_check},
       {"metadata_refresh", run_metadata_refresh},
       {"mha_varlen", run_mha_varlen},
       {"mla_rope_quantize", run_mla_rope_quantize},

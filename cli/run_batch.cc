@@ -8,6 +8,7 @@
 #include "cli/run_bindings.h"
 #include "fovea/context_split.h"
 #include "fovea/metadata.h"
+#include "fovea/metadata_check.h"
 
 namespace fovea::cli {
 namespace {
@@ -26,6 +27,33 @@ bool reads_ext_len(ForwardMode mode) {
 
 bool has_fixed_rows(ForwardMode mode) {
   return mode == ForwardMode::kTargetVerify || mode == ForwardMode::kDraftExtendV2;
+}
+
+ForwardMode mode_param(OperatorCall& call) {
+  return call.choice<ForwardMode>("mode", {{"extend", ForwardMode::kExtend},
+                                           {"decode", ForwardMode::kDecode},
+                                           {"idle", ForwardMode::kIdle},
+                                           {"target_verify", ForwardMode::kTargetVerify},
+                                           {"draft_extend", ForwardMode::kDraftExtend},
+                                           {"draft_extend_v2", ForwardMode::kDraftExtendV2},
+                                           {"mixed", ForwardMode::kMixed}});
+}
+
+// N, which only modes with a fixed number of rows require.
+int64_t rows_per_request_param(OperatorCall& call, ForwardMode mode) {
+  if (has_fixed_rows(mode)) return call.integer("rows_per_request");
+  call.integer("rows_per_request", 1);
+  return 1;
+}
+
+// kv_len_delta, which the library takes as int32.
+int32_t delta_param(OperatorCall& call) {
+  const int64_t delta = call.integer("kv_len_delta", 0);
+  constexpr int64_t kMaxDelta = std::numeric_limits<int32_t>::max();
+  if (delta > kMaxDelta || delta < -kMaxDelta) {
+    call.refuse("params.kv_len_delta = " + std::to_string(delta) + " is not an int32");
+  }
+  return static_cast<int32_t>(delta);
 }
 
 // The axes E (rows of the batch) and T (padded rows).
@@ -108,13 +136,7 @@ int int_param(OperatorCall& call, const std::string& name) {
 
 void run_metadata_refresh(OperatorCall& call) {
   MetadataProblem problem;
-  problem.mode = call.choice<ForwardMode>("mode", {{"extend", ForwardMode::kExtend},
-                                                   {"decode", ForwardMode::kDecode},
-                                                   {"idle", ForwardMode::kIdle},
-                                                   {"target_verify", ForwardMode::kTargetVerify},
-                                                   {"draft_extend", ForwardMode::kDraftExtend},
-                                                   {"draft_extend_v2", ForwardMode::kDraftExtendV2},
-                                                   {"mixed", ForwardMode::kMixed}});
+  problem.mode = mode_param(call);
   problem.transform = call.choice<IndexTransform>("transform",
                                                   {{"paged", IndexTransform::kPaged},
                                                    {"local", IndexTransform::kLocal},
@@ -124,9 +146,7 @@ void run_metadata_refresh(OperatorCall& call) {
   problem.page_size = call.integer("page_size");
   problem.workers = call.integer("workers", 64);
   problem.split_parts = call.integer("split_parts", 0);
-  const int64_t rows = has_fixed_rows(problem.mode) ? call.integer("rows_per_request")
-                                                    : call.integer("rows_per_request", 1);
-  if (has_fixed_rows(problem.mode)) problem.rows_per_request = rows;
+  problem.rows_per_request = rows_per_request_param(call, problem.mode);
 
   MetadataTensors tensors;
   tensors.seq_len = call.in("seq_len", "i32 [R]");
@@ -138,12 +158,7 @@ void run_metadata_refresh(OperatorCall& call) {
   } else {
     call.unused({"ext_len", "prefix_len"}, "in this mode");
   }
-  const int64_t delta = call.integer("kv_len_delta", 0);
-  constexpr int64_t kMaxDelta = std::numeric_limits<int32_t>::max();
-  if (delta > kMaxDelta || delta < -kMaxDelta) {
-    call.refuse("params.kv_len_delta = " + std::to_string(delta) + " is not an int32");
-  }
-  tensors.kv_len_delta[0] = static_cast<int32_t>(delta);
+  tensors.kv_len_delta[0] = delta_param(call);
   problem.table_width = call.extent("W");
   set_row_axes(call, problem, tensors);
   problem.max_requests = call.extent("R");
@@ -151,6 +166,33 @@ void run_metadata_refresh(OperatorCall& call) {
   const MetadataRefresh plan = call.plan<MetadataRefresh>(problem);
   set_page_axis(call, problem, tensors);
   make_fields(call, problem, tensors.steps[0]);
+  call.run(plan, tensors);
+}
+
+void run_metadata_check(OperatorCall& call) {
+  MetadataCheckProblem problem;
+  problem.mode = mode_param(call);
+  problem.page_size = call.integer("page_size");
+  problem.capacity = call.integer("capacity");
+  problem.rows_per_request = rows_per_request_param(call, problem.mode);
+  problem.max_rows = call.integer("max_rows", std::numeric_limits<int32_t>::max() - 1);
+  MetadataCheckTensors tensors;
+  tensors.seq_len = call.in("seq_len", "i32 [R]");
+  tensors.pool_row = call.in("pool_row", "i32 [R]");
+  tensors.req_to_token = call.in("req_to_token", "i32 [rows, W]");
+  if (reads_ext_len(problem.mode)) {
+    tensors.ext_len = call.in("ext_len", "i32 [R]");
+  } else {
+    call.unused({"ext_len"}, "in this mode");
+  }
+  tensors.out_cache_loc = call.opt("out_cache_loc", "i32 [T]");
+  tensors.topk_indices = call.opt("topk_indices", "i32 [?, K]");
+  tensors.kv_len_delta = delta_param(call);
+  problem.max_requests = call.extent("R");
+  problem.table_width = call.extent("W");
+  problem.topk = tensors.topk_indices.defined() ? call.extent("K") : 0;
+  const MetadataCheck plan = call.plan<MetadataCheck>(problem);
+  tensors.error_word = call.out("error_word", "i32 [8]");
   call.run(plan, tensors);
 }
 

@@ -8,6 +8,7 @@ namespace fovea::cli {
 void run_pack_rows(OperatorCall& call);
 void run_unpack_rows(OperatorCall& call);
 void run_metadata_refresh(OperatorCall& call);
+void run_metadata_check(OperatorCall& call);
 void run_paged_schedule(OperatorCall& call);
 void run_context_split(OperatorCall& call);
 void run_split_schedule(OperatorCall& call);

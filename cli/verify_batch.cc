@@ -82,6 +82,38 @@ void normalise_metadata(const TensorMap&, const Json& params, TensorMap& outputs
   }
 }
 
+VerifyCase make_check_case(const std::string& mode, const std::string& damaged, uint64_t seed) {
+  const int64_t width = 90, page_size = 8, requests = 21, rows_of_request = 2;
+  CaseBuilder builder(mode + "_" + damaged, seed);
+  add_requests(builder, requests, width, page_size);
+  builder.integers("seq_len", {requests}, 4, width - 4);
+  builder.integers("out_cache_loc", {requests * rows_of_request}, -1, 800000);
+  builder.integers("topk_indices", {requests * rows_of_request, 16}, -1, 800000);
+  builder.param("mode", mode).param("page_size", page_size).param("capacity", 800008);
+  const bool reads_ext_len = mode == "extend" || mode == "mixed" || mode == "draft_extend";
+  if (reads_ext_len) {
+    builder.integers("ext_len", {requests}, 0, rows_of_request);
+  } else if (mode != "decode" && mode != "idle") {
+    builder.param("rows_per_request", rows_of_request);
+  } else if (mode == "decode") {
+    builder.param("kv_len_delta", 2);
+  }
+  if (!damaged.empty() && builder.tensor(damaged).defined()) make_hostile(builder, damaged, 0.05);
+  return builder.take();
+}
+
+std::vector<VerifyCase> make_check_cases(uint64_t seed) {
+  std::vector<VerifyCase> cases;
+  for (const char* mode :
+       {"extend", "decode", "idle", "target_verify", "draft_extend", "draft_extend_v2", "mixed"}) {
+    for (const char* damaged :
+         {"", "seq_len", "pool_row", "ext_len", "req_to_token", "out_cache_loc", "topk_indices"}) {
+      cases.push_back(make_check_case(mode, damaged, seed));
+    }
+  }
+  return cases;
+}
+
 std::vector<VerifyCase> make_schedule_cases(uint64_t seed) {
   std::vector<VerifyCase> cases;
   cases.push_back(
@@ -235,6 +267,7 @@ std::vector<VerifyCase> make_split_schedule_cases(uint64_t seed) {
 
 void add_verify_batch(std::vector<VerifyOperator>& list) {
   list.push_back({"metadata_refresh", make_metadata_cases, {}, normalise_metadata});
+  list.push_back({"metadata_check", make_check_cases, {}, nullptr});
   list.push_back({"paged_schedule", make_schedule_cases, {}, nullptr});
   list.push_back({"context_split", make_split_cases, {}, nullptr, walk_split});
   list.push_back({"split_schedule", make_split_schedule_cases, {}, nullptr, nullptr});

@@ -292,7 +292,74 @@ def batch_cases(folder, rng):
     for case, lengths, workers in (("example", [1000, 300, 700], 4), ("mixed", [0, 5000, -3, 1, 256, 257, 0], 5), ("empty", [0, 0], 3)):
         expected = {"schedule": schedule_of(lengths, workers)}
         write(folder, "paged_schedule", case, {"workers": workers}, {"row_len": i32(lengths)}, expected)
+    check_cases(folder, table, page_size)
     split_cases(folder)
+
+
+def check_report(seq_len, ext, pool_row, table, page_size, stores, indices, capacity, max_rows):
+    """Every fault of an extend batch as (fault, request, position, value, limit); the smallest wins."""
+    faults, end, first_row = [], 0, 0
+    for r, (length, rows) in enumerate(zip(seq_len, ext)):
+        live, used = max(rows, 0), min(max(length, 0), table.shape[1])
+        end += live
+        faults += [(1, r, 0, length, 0)] * (length < 0) + [(2, r, 0, live, length)] * (live > length)
+        faults += [(3, r, 0, length, table.shape[1])] * (length > table.shape[1]) + [(4, r, 0, rows, 0)] * (rows < 0)
+        faults += [(5, r, 0, end, max_rows)] * (live > 0 and end > max_rows)
+        if 0 <= pool_row[r] < len(table):
+            for p in range(used):
+                slot, start = int(table[pool_row[r], p]), int(table[pool_row[r], p - p % page_size])
+                expected = start - start % page_size + p % page_size
+                if not 0 <= slot < capacity:
+                    faults.append((7, r, p, slot, capacity))
+                elif slot != expected:
+                    faults.append((8, r, p, slot, expected))
+        elif used > 0:
+            faults.append((6, r, 0, pool_row[r], len(table)))
+        for i in range(live):
+            for c, index in enumerate(indices[first_row + i][: max(used - live + 1 + i, 0)]):
+                faults += [(10, first_row + i, c, int(index), capacity)] * (not -1 <= index < capacity)
+        first_row += live
+    faults += [(9, t, 0, slot, capacity) for t, slot in enumerate(stores) if not -1 <= slot < capacity]
+    if not faults:
+        return i32([0] * 8)
+    return i32([*min(faults), sum(fault[0] == min(faults)[0] for fault in faults), 0, 0])
+
+
+def check_cases(folder, table, page_size):
+    capacity, topk, rows = 200 * page_size, 6, 9
+    for number, case in enumerate(("good", "length", "rows", "width", "negative", "count", "pool", "range", "layout", "store", "index")):
+        seq_len, ext, pool_row, used = [20, 5, 33, 9], [2, 0, 4, 1], [3, 0, 6, 1], table.copy()
+        stores, indices = list(range(8)) + [-1], np.full((rows, topk), -999)
+        row = 0
+        for length, count in zip(seq_len, ext):
+            for i in range(count):
+                indices[row, : length - count + 1 + i] = np.arange(topk)[: length - count + 1 + i] - 1
+                row += 1
+        max_rows = 6 if case == "count" else 9
+        if case == "length":
+            seq_len[1], seq_len[3] = -4, -5
+        elif case == "rows":
+            seq_len[2] = 3
+        elif case == "width":
+            seq_len[0] = 2147483647
+        elif case == "negative":
+            ext[1] = -2
+        elif case == "pool":
+            pool_row[3] = 7
+        elif case == "range":
+            used[6, 32], used[1, 4] = capacity, -1
+        elif case == "layout":
+            used[3, 5] += 1
+        elif case == "store":
+            stores[8] = -2
+        elif case == "index":
+            indices[6, 2:4] = capacity
+        inputs = {"seq_len": i32(seq_len), "ext_len": i32(ext), "pool_row": i32(pool_row), "req_to_token": used,
+                  "out_cache_loc": i32(stores), "topk_indices": i32(indices)}  # fmt: skip
+        params = {"mode": "extend", "page_size": page_size, "capacity": capacity, "max_rows": max_rows}
+        word = check_report(seq_len, ext, pool_row, used, page_size, stores, indices, capacity, max_rows)
+        assert word[0] == number
+        write(folder, "metadata_check", case, params, inputs, {"error_word": word})
 
 
 def split_round_robin(seq_len, ext, ranks, rank, source):

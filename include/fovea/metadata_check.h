@@ -19,7 +19,7 @@ enum class MetadataFault : int32_t {
   kLengthOverWidth,  ///< KV length > W
   kNegativeRows,     ///< ext_len < 0
   kRowCount,         ///< The rows of ext_len are more than the arrays of rows hold
-  kPoolRow,          ///< pool_row outside req_to_token
+  kPoolRow,          ///< pool_row outside req_to_token, of a request with keys
   kSlotRange,        ///< A used slot outside [0, capacity)
   kSlotLayout,       ///< A used slot is not page * P + position % P of its page's first slot
   kStoreSlot,        ///< out_cache_loc outside [0, capacity); -1 is padding and legal
@@ -34,9 +34,11 @@ FOVEA_API std::string_view to_string(MetadataFault fault) noexcept;
 struct MetadataReport {
   MetadataFault fault;
   int32_t request;   ///< kStoreSlot, kIndexRange: the row.
-  int32_t position;  ///< Position in the request, or column of topk_indices.
-  int32_t value;     ///< The slot, length or row that is wrong.
-  int32_t limit;     ///< The capacity or bound that it breaks.
+  int32_t position;  ///< Position in the request, or column of topk_indices; otherwise 0.
+  int32_t value;     ///< The slot, length or row that is wrong; kRowsOverLength: the rows of the
+                     ///< request, kRowCount: those up to its end. Saturating.
+  int32_t limit;     ///< The capacity or bound that it breaks; kSlotLayout: the slot that belongs
+                     ///< there.
   int32_t count;     ///< Faults of this kind, saturating.
   int32_t unused[2];
 };
@@ -72,7 +74,8 @@ struct MetadataCheckTensors {
 /// it reports was masked or clamped by the operators all the same; nothing is changed.
 ///
 /// Only used entries are read: columns of req_to_token below a request's length (after clamping to
-/// W). Never waits for the device: the caller reads error_word when it likes. Exact and equal on
+/// W), the first min(row_len, topk) columns of topk_indices in live rows; out_cache_loc is read
+/// whole. Never waits for the device: the caller reads error_word when it likes. Exact and equal on
 /// every implementation; never allocates. plan() and run() throw Error(kInvalidArgument) as
 /// MetadataRefresh does.
 class FOVEA_API MetadataCheck : public OperatorPlan<MetadataCheckProblem, MetadataCheckTensors> {

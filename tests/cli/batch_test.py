@@ -249,3 +249,53 @@ class SplitScheduleTest(CommandLineTest):
         self.expect_refused("split_schedule", lengths, {"workers": 4}, "workers")
         self.expect_refused("split_schedule", {}, {}, "topk_length is missing")
         self.expect_refused("split_schedule", lengths, {"parts": 1 << 46}, "parts")
+
+
+class MetadataCheckTest(CommandLineTest):
+    GOOD = {"mode": "decode", "page_size": 4, "capacity": 64}
+
+    def inputs(self, **tensors):
+        return {"seq_len": i32(10, 4), "pool_row": i32(1, 2), "req_to_token": table()} | tensors
+
+    def check(self, inputs, params=None):
+        result, out = self.run_operator("metadata_check", inputs, self.GOOD | (params or {}))
+        self.expect(result, 0)
+        self.assertEqual(list(out), ["error_word"])
+        return list(out["error_word"].values)
+
+    def test_a_good_batch(self):
+        indices = Tensor("I32", [2, 3], [8, 9, 31, 12, -1, 13])
+        inputs = self.inputs(out_cache_loc=i32(29, 15), topk_indices=indices)
+        self.assertEqual(self.check(inputs), [0] * 8)
+
+    def test_the_smallest_fault_wins(self):
+        faults = self.inputs(out_cache_loc=i32(64, -1))
+        self.assertEqual(self.check(faults), [9, 0, 0, 64, 64, 1, 0, 0])
+        self.assertEqual(self.check(faults, {"capacity": 29}), [7, 0, 9, 29, 29, 1, 0, 0])
+        self.assertEqual(self.check(faults | {"pool_row": i32(1, 3)}), [6, 1, 0, 3, 3, 1, 0, 0])
+        self.assertEqual(self.check(faults | {"seq_len": i32(-1, -2)}), [1, 0, 0, -1, 0, 2, 0, 0])
+
+    def test_modes_give_rows(self):
+        extend = {"mode": "extend", "max_rows": 5}
+        self.assertEqual(self.check(self.inputs(ext_len=i32(3, 2)), extend), [0] * 8)
+        self.assertEqual(self.check(self.inputs(ext_len=i32(3, 3)), extend), [5, 1, 0, 6, 5, 1, 0, 0])
+        self.assertEqual(self.check(self.inputs(ext_len=i32(3, 5)), extend), [2, 1, 0, 5, 4, 1, 0, 0])
+        verify = {"mode": "target_verify", "rows_per_request": 3}
+        self.assertEqual(self.check(self.inputs(), verify), [3, 0, 0, 13, 12, 1, 0, 0])
+        self.assertEqual(self.check(self.inputs(), {"kv_len_delta": 2}), [0] * 8)
+
+    def test_what_is_refused(self):
+        cases = [
+            ({"mode": "encode"}, "params.mode = 'encode'"),
+            ({"page_size": 0}, "page_size"),
+            ({"capacity": -1}, "capacity = -1"),
+            ({"capacity": 1 << 31}, "capacity"),
+            ({"mode": "target_verify"}, "rows_per_request is missing"),
+            ({"mode": "extend"}, "ext_len is missing"),
+            ({"max_rows": 1}, "rows"),
+            ({"mode": "target_verify", "rows_per_request": 2, "kv_len_delta": 1}, "kv_len_delta"),
+            ({"topk": 6}, "unknown parameter 'topk'"),
+        ]
+        for change, fragment in cases:
+            self.expect_refused("metadata_check", self.inputs(), self.GOOD | change, fragment)
+        self.expect_refused("metadata_check", self.inputs(out_cache_loc=i32(1)), self.GOOD, "out_cache_loc = i32 [1]")
