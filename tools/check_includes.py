@@ -23,6 +23,7 @@ FLOOR = {
 HEADER_ROOM = {
     "row_codec.h": "cache", "page_allocator.h": "cache", "request_table.h": "cache", "kv_pool.h": "cache",
     "metadata.h": "batch", "metadata_check.h": "batch", "context_split.h": "batch",
+    "compat_metadata.h": "batch",
     "safetensors.h": "io", "json.h": "io", "ceilings_file.h": "io",
     "index_quantize.h": "index", "index_cache.h": "index", "index_logits.h": "index", "topk_select.h": "index",
     "index_select.h": "index",

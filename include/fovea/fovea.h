@@ -4,6 +4,7 @@
 #include "fovea/ceilings.h"
 #include "fovea/ceilings_file.h"
 #include "fovea/compare.h"
+#include "fovea/compat_metadata.h"
 #include "fovea/context_split.h"
 #include "fovea/device.h"
 #include "fovea/dsa_backend.h"
