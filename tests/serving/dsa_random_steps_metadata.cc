@@ -1,0 +1,134 @@
+#include <algorithm>
+
+#include "tests/serving/dsa_random_steps_model.h"
+
+namespace fovea::test {
+namespace {
+
+constexpr int64_t kWorkers = 64;  // of the paged-logits schedule
+constexpr int64_t kSegment = 256;
+
+int64_t entry(const ConstTensorView& field, int64_t index) {
+  return static_cast<const int32_t*>(field.data)[index * field.stride[0]];
+}
+
+// `field` holds `live`, then `padding` up to its end; its end is not before that of `live`.
+void expect_field(const char* name, const ConstTensorView& field, const std::vector<int64_t>& live,
+                  int64_t padding) {
+  if (!field.defined()) throw StepFailure(std::string(name) + " is missing");
+  if (field.shape[0] < static_cast<int64_t>(live.size())) {
+    throw StepFailure(std::string(name) + " has " + std::to_string(field.shape[0]) +
+                      " entries, expected at least " + std::to_string(live.size()));
+  }
+  for (int64_t i = 0; i < field.shape[0]; ++i) {
+    const bool inside = i < static_cast<int64_t>(live.size());
+    expect_equal(entry(field, i), inside ? live[static_cast<size_t>(i)] : padding, name, i);
+  }
+}
+
+// Exactly `values`.
+void expect_whole(const char* name, const ConstTensorView& field,
+                  const std::vector<int64_t>& values) {
+  expect_field(name, field, values, 0);
+  expect_equal(field.shape[0], static_cast<int64_t>(values.size()), name, -1);
+}
+
+void check_page_table(const DsaConfig& config, const ModelStep& step,
+                      const ConstTensorView& table) {
+  for (size_t r = 0; r < step.work.size(); ++r) {
+    const ModelWork& work = step.work[r];
+    const int64_t columns = (work.kv_len + config.page_size - 1) / config.page_size;
+    if (columns > table.shape[1]) throw StepFailure("page_table has too few columns");
+    const auto* const row =
+        static_cast<const int32_t*>(table.data) + static_cast<int64_t>(r) * table.stride[0];
+    for (int64_t j = 0; j < columns; ++j) {
+      const auto column = static_cast<size_t>(j);
+      const int64_t expected = work.request < 0 ? 0 : int64_t{work.pages.at(column)};
+      expect_equal(row[j * table.stride[1]], expected,
+                   ("page_table[" + std::to_string(r) + "]").c_str(), j);
+    }
+  }
+}
+
+// Segments of 256 keys dealt to the workers in order; the last workers take the remainder.
+void check_schedule(const std::vector<int64_t>& lens, const ConstTensorView& schedule) {
+  std::vector<std::pair<int64_t, int64_t>> segments;  // (row, segment of the row)
+  for (size_t r = 0; r < lens.size(); ++r) {
+    for (int64_t s = 0; s * kSegment < lens[r]; ++s) segments.emplace_back(r, s);
+  }
+  const auto count = static_cast<int64_t>(segments.size());
+  const auto* const data = static_cast<const int32_t*>(schedule.data);
+  expect_equal(schedule.shape[0], kWorkers + 1, "schedule.shape", 0);
+  int64_t start = 0;
+  for (int64_t worker = 0; worker <= kWorkers; ++worker) {
+    std::pair<int64_t, int64_t> expected{static_cast<int64_t>(lens.size()), 0};
+    if (worker < kWorkers) {
+      expected = count == 0 ? std::pair<int64_t, int64_t>{0, 0}
+                            : segments[static_cast<size_t>(std::min(start, count - 1))];
+      start += count / kWorkers + (worker >= kWorkers - count % kWorkers ? 1 : 0);
+    }
+    expect_equal(data[worker * schedule.stride[0]], expected.first, "schedule rows", worker);
+    expect_equal(data[worker * schedule.stride[0] + schedule.stride[1]], expected.second,
+                 "schedule segments", worker);
+  }
+}
+
+}  // namespace
+
+int64_t ModelStep::live_rows() const {
+  int64_t rows = 0;
+  for (const ModelWork& entry : work) rows += entry.rows;
+  return rows;
+}
+
+void check_metadata(const DsaConfig& config, const ModelStep& step, const MetadataFields& fields,
+                    bool ragged) {
+  const bool extend = step.mode == ForwardMode::kExtend || step.mode == ForwardMode::kMixed;
+  const auto requests = static_cast<int64_t>(step.work.size());
+  std::vector<int64_t> kv_len, ext_len, row_len, topk_length, row_to_request, k_start, k_end;
+  std::vector<int64_t> kv_indptr{0}, q_indptr{0}, topk_indptr{0};
+  int64_t max_kv_len = 0, max_q_len = extend ? 1 : 0;
+  for (int64_t r = 0; r < requests; ++r) {
+    const ModelWork& work = step.work[static_cast<size_t>(r)];
+    for (int64_t i = 0; i < work.rows; ++i) {
+      row_to_request.push_back(r);
+      row_len.push_back(work.row_len(i));
+      topk_length.push_back(std::clamp<int64_t>(work.row_len(i), 0, config.topk));
+      topk_indptr.push_back(topk_indptr.back() + topk_length.back());
+      k_start.push_back(kv_indptr.back());
+      k_end.push_back(kv_indptr.back() + work.row_len(i));
+    }
+    kv_len.push_back(work.kv_len);
+    ext_len.push_back(work.rows);
+    kv_indptr.push_back(kv_indptr.back() + work.kv_len);
+    q_indptr.push_back(q_indptr.back() + work.rows);
+    max_kv_len = std::max(max_kv_len, work.kv_len);
+    max_q_len = std::max(max_q_len, work.rows);
+  }
+  expect_whole("kv_len", fields.kv_len, kv_len);
+  expect_whole("kv_indptr", fields.kv_indptr, kv_indptr);
+  expect_whole("max_kv_len", fields.max_kv_len, {max_kv_len});
+  expect_whole("q_indptr", fields.q_indptr, q_indptr);
+  expect_whole("max_q_len", fields.max_q_len, {max_q_len});
+  expect_whole("ext_len", fields.ext_len, ext_len);
+  check_page_table(config, step, fields.page_table);
+  expect_field("row_to_request", fields.row_to_request, row_to_request, -1);
+  expect_field("row_len", fields.row_len, row_len, 0);
+  expect_field("topk_length", fields.topk_length, topk_length, 0);
+  expect_field("topk_indptr", fields.topk_indptr, topk_indptr, topk_indptr.back());
+  const int64_t padded = std::max(step.num_rows, step.padded_rows);
+  if (fields.topk_length.shape[0] < padded) throw StepFailure("topk_length lacks padded rows");
+  expect_equal(fields.topk_indptr.shape[0], fields.topk_length.shape[0] + 1, "topk_indptr.shape",
+               0);
+  if (extend) {
+    expect_field("k_start", fields.k_start, k_start, 0);
+    expect_field("k_end", fields.k_end, k_end, 0);
+    if (ragged) expect_field("row_offset", fields.row_offset, k_start, 0);
+    return;
+  }
+  std::vector<int64_t> scheduled = row_len;
+  scheduled.resize(static_cast<size_t>(fields.row_len.shape[0]), 0);
+  check_schedule(scheduled, fields.schedule);
+}
+
+}  // namespace fovea::test
