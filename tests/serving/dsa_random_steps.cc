@@ -50,18 +50,6 @@ int64_t RandomStepsCounts::total_steps() const {
   return total;
 }
 
-void RandomStepsCounts::add(const RandomStepsCounts& other) {
-  for (const auto& [mode, count] : other.steps) steps[mode] += count;
-  plan_steps += other.plan_steps;
-  draft_chains += other.draft_chains;
-  rows += other.rows;
-  unclear_rows += other.unclear_rows;
-  repeated_rows += other.repeated_rows;
-  prefix_hits += other.prefix_hits;
-  rejected_tokens += other.rejected_tokens;
-  preemptions += other.preemptions;
-}
-
 RandomSteps::RandomSteps(const RandomStepsSetup& setup, uint64_t seed)
     : setup_(setup),
       config_(setup.config),
@@ -447,60 +435,52 @@ void RandomSteps::draft_extend() {
 
 // Decodes the draft model alone, ahead of what is committed; all its plans in one refresh.
 void RandomSteps::draft_chain() {
-  const std::vector<int> ids = subset(ids_that([](const Request& r) {
-    return r.prefilled() && !r.lags() && r.len() > 0 && r.len() < kMaxContext;
-  }));
-  if (ids.empty()) return;
+  // The first draft comes from draft-extend: a single one needs no chain.
+  if (config_.rows_per_request <= 2) return;
+  const std::vector<int> ids = subset(ids_that(
+      [](const Request& r) { return r.prefilled() && !r.lags() && r.len() < kMaxContext; }));
   const int64_t steps = rng_.integer(1, config_.rows_per_request - 2);
-  const bool original = rng_.integer(0, 3) == 0;  // every step has the committed length
-  const int64_t bucket = kBuckets[static_cast<size_t>(rng_.integer(0, 2))];
-  const int64_t requests = std::max<int64_t>(bucket, ids.size() > 4 ? 8 : ids.size() > 2 ? 4 : 2);
   busy_.insert(ids.begin(), ids.end());
   std::vector<int> drafted;
   for (const int id : ids) {
     Request& request = live_.at(id);
-    if (!reserve(request, request.len() + config_.rows_per_request)) continue;
+    if (!reserve(request, request.len() + steps)) continue;
     drafted.push_back(id);
     request.candidates.clear();
     for (int64_t j = 0; j < steps; ++j) {
       request.candidates.push_back(draw_token(request, request.len() + j));
     }
   }
+  if (!drafted.empty()) run_chain(drafted, steps);
+  busy_.clear();
+}
+
+void RandomSteps::run_chain(const std::vector<int>& ids, int64_t steps) {
+  const bool original = rng_.integer(0, 3) == 0;  // every step has the committed length
+  const int64_t bucket = bucket_for(static_cast<int64_t>(ids.size()));
   std::vector<Launch> launches(static_cast<size_t>(steps));
   std::vector<DraftStep> drafts;
   for (int64_t j = 0; j < steps; ++j) {
     Launch& launch = launches[static_cast<size_t>(j)];
     launch.step.mode = ForwardMode::kDecode;
     launch.layers = {1};
-    auto found = chain_plans_.find({requests, j});
-    if (found == chain_plans_.end()) {
-      found = chain_plans_
-                  .emplace(std::pair{requests, j},
-                           backend_.make_step_plan({ForwardMode::kDecode, requests, 1}))
-                  .first;
-    }
-    launch.plan = &found->second;
-    for (const int id : drafted) {
+    launch.plan = chain_plan(bucket, j);
+    for (const int id : ids) {
       const Request& request = live_.at(id);
       std::vector<int32_t> history = request.tokens;
       history.insert(history.end(), request.candidates.begin(), request.candidates.begin() + j + 1);
       ModelWork work = work_of(request, request.len() + j, std::move(history));
       work.seq_len = request.len();
-      work.rows = 1;
       if (original) work.kv_len = request.len();
       launch.step.work.push_back(std::move(work));
     }
-    pad_requests(launch, requests, 1);
+    pad_requests(launch, bucket, 1);
     for (ModelWork& work : launch.step.work) {
       if (work.request < 0 && !original) work.kv_len += j + 1;
     }
     lay_out(launch);
-    DraftStep draft;
-    draft.plan = launch.plan;
-    draft.positions = launch.positions;
-    draft.out_cache_loc = launch.out_cache_loc;
-    if (original) draft.kv_len_delta = 0;
-    drafts.push_back(draft);
+    drafts.push_back({launch.plan, launch.positions, launch.out_cache_loc});
+    if (original) drafts.back().kv_len_delta = 0;
   }
   ForwardBatch batch = batch_of(launches[0]);
   batch.positions = {};
@@ -520,7 +500,6 @@ void RandomSteps::draft_chain() {
     ++counts_.plan_steps;
   }
   check_pages();
-  busy_.clear();
 }
 
 void RandomSteps::pad_requests(Launch& launch, int64_t requests, int64_t rows) {
@@ -536,17 +515,30 @@ void RandomSteps::pad_requests(Launch& launch, int64_t requests, int64_t rows) {
   }
 }
 
-DsaStepPlan* RandomSteps::plan_for(ForwardMode mode, int64_t requests) {
+// A bucket that holds `requests`, not always the smallest.
+int64_t RandomSteps::bucket_for(int64_t requests) {
   int64_t bucket = kBuckets[static_cast<size_t>(rng_.integer(0, 2))];
   while (bucket < requests) bucket *= 2;
+  return bucket;
+}
+
+DsaStepPlan* RandomSteps::plan_for(ForwardMode mode, int64_t requests) {
+  const int64_t bucket = bucket_for(requests);
   const bool one_row = mode == ForwardMode::kDecode || mode == ForwardMode::kIdle;
   auto found = plans_.find({mode, bucket});
   if (found == plans_.end()) {
-    found = plans_
-                .emplace(
-                    std::pair{mode, bucket},
-                    backend_.make_step_plan({mode, bucket, one_row ? 1 : config_.rows_per_request}))
-                .first;
+    const StepBucket shape{mode, bucket, one_row ? 1 : config_.rows_per_request};
+    found = plans_.emplace(std::pair{mode, bucket}, backend_.make_step_plan(shape)).first;
+  }
+  return &found->second;
+}
+
+// Step j of a chain has a plan of its own.
+DsaStepPlan* RandomSteps::chain_plan(int64_t bucket, int64_t j) {
+  auto found = chain_plans_.find({bucket, j});
+  if (found == chain_plans_.end()) {
+    const StepBucket shape{ForwardMode::kDecode, bucket, 1};
+    found = chain_plans_.emplace(std::pair{bucket, j}, backend_.make_step_plan(shape)).first;
   }
   return &found->second;
 }

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <deque>
 #include <map>
+#include <ostream>
 #include <set>
 #include <string>
 #include <unordered_map>
@@ -19,10 +20,12 @@
 namespace fovea::test {
 
 struct RandomStepsSetup {
+  std::string name;
   DsaConfig config;
   int threads = 1;
   bool bit_equal = true;  ///< A row has the same bits in every step that computes it again.
 };
+inline void PrintTo(const RandomStepsSetup& setup, std::ostream* out) { *out << setup.name; }
 
 /// What a run came across, so that a test can see that it was not idle.
 struct RandomStepsCounts {
@@ -37,7 +40,6 @@ struct RandomStepsCounts {
   int64_t preemptions = 0;
 
   int64_t total_steps() const;
-  void add(const RandomStepsCounts& other);
 };
 
 /// A small engine that makes random legal steps over a backend of two layers, and compares every
@@ -108,9 +110,12 @@ class RandomSteps {
   void verify();
   void draft_extend();
   void draft_chain();
+  void run_chain(const std::vector<int>& ids, int64_t steps);
   ModelWork work_of(const Request& request, int64_t first, std::vector<int32_t> history) const;
   void pad_requests(Launch& launch, int64_t requests, int64_t rows);
+  int64_t bucket_for(int64_t requests);
   DsaStepPlan* plan_for(ForwardMode mode, int64_t requests);
+  DsaStepPlan* chain_plan(int64_t bucket, int64_t j);
 
   // One forward.
   void run(Launch& launch);

@@ -126,9 +126,7 @@ void check_metadata(const DsaConfig& config, const ModelStep& step, const Metada
     if (ragged) expect_field("row_offset", fields.row_offset, k_start, 0);
     return;
   }
-  std::vector<int64_t> scheduled = row_len;
-  scheduled.resize(static_cast<size_t>(fields.row_len.shape[0]), 0);
-  check_schedule(scheduled, fields.schedule);
+  check_schedule(row_len, fields.schedule);
 }
 
 }  // namespace fovea::test
