@@ -8,6 +8,7 @@
 #include "src/serving/dsa_checks.h"
 #include "src/serving/dsa_forward.h"
 #include "src/serving/dsa_plans.h"
+#include "src/serving/dsa_split.h"
 #include "src/serving/dsa_step.h"
 #include "src/serving/operator_caller.h"
 #include "src/serving/operator_options.h"
@@ -33,16 +34,43 @@ bool follows_failures(const DsaConfig& config) {
   return !config.strict && !config.deterministic && config.implementation.empty();
 }
 
+StepShape shape_of(const ForwardBatch& batch, const DsaBatchFacts& facts) {
+  StepShape shape;
+  shape.num_requests = batch.seq_len.shape[0];
+  shape.num_rows = batch.num_rows;
+  shape.padded_rows = std::max(batch.num_rows, batch.padded_rows);
+  shape.num_tokens = batch.num_rows;
+  shape.padded_tokens = shape.padded_rows;
+  shape.sum_kv_len = facts.sum_kv_len;
+  if (batch.context_split != nullptr) {
+    shape.num_requests = internal::selected_requests(*batch.context_split);
+    shape.num_tokens = shape.padded_tokens = internal::stored_tokens(batch);
+    shape.sum_kv_len = internal::selected_kv_len(*batch.context_split);
+  }
+  return shape;
+}
+
+MetadataTensors refresh_inputs(const ForwardBatch& batch, const DsaStep& step) {
+  if (batch.context_split != nullptr) return internal::select_requests(batch, step.arrays);
+  MetadataTensors tensors;
+  tensors.seq_len = batch.seq_len;
+  tensors.pool_row = batch.pool_row;
+  tensors.req_to_token = batch.req_to_token;
+  tensors.ext_len = batch.ext_len;
+  return tensors;
+}
+
 // The step becomes what its forwards read.
 void make_current(const NextStep& next) {
   DsaStep& step = *next.step;
   const ForwardBatch& batch = next.batch;
   step.dispatch = next.dispatch;
   step.shape = next.shape;
-  step.fields = step.arrays.views(batch.mode, batch.seq_len.shape[0], next.shape.num_rows,
+  step.fields = step.arrays.views(batch.mode, next.shape.num_requests, next.shape.num_rows,
                                   next.shape.padded_rows);
   if (next.dispatch.transform != IndexTransform::kRagged) step.fields.row_offset = {};
   step.positions = batch.positions;
+  step.store_positions = batch.context_split != nullptr ? batch.store_positions : batch.positions;
   step.out_cache_loc = batch.out_cache_loc;
   if (batch.mode == ForwardMode::kDraftExtend) {
     // num_rows may be a bound: what lies behind the last request must not be stored.
@@ -107,7 +135,7 @@ DsaBackend::State::State(const DsaConfig& config_in, const Device& device_in)
 const internal::LayerPlans& DsaBackend::State::layer_plans(const DsaLayer& layer) {
   for (const internal::LayerPlans& known : layers) {
     if (known.layer.softmax_scale == layer.softmax_scale &&
-        known.layer.logit_cap == layer.logit_cap) {
+        known.layer.logit_cap == layer.logit_cap && known.layer.k_scale == layer.k_scale) {
       return known;
     }
   }
@@ -126,11 +154,11 @@ NextStep DsaBackend::State::prepare(const ForwardBatch& batch, DsaStep* step,
   next.batch = batch;
   next.kv_len_delta = kv_len_delta;
   next.dispatch = dsa_dispatch(config, device, facts);
-  next.shape = {batch.num_rows, std::max(batch.num_rows, batch.padded_rows), facts.sum_kv_len};
+  next.shape = shape_of(batch, facts);
   // A bucket is refreshed over all of its rows, so that a smaller batch leaves no trace of a
   // larger.
   const int64_t bucket_rows = step->arrays.max_rows();
-  next.fields = step->arrays.views(batch.mode, batch.seq_len.shape[0],
+  next.fields = step->arrays.views(batch.mode, next.shape.num_requests,
                                    step->bucket ? bucket_rows : next.shape.num_rows,
                                    step->bucket ? bucket_rows : next.shape.padded_rows);
   return next;
@@ -139,11 +167,7 @@ NextStep DsaBackend::State::prepare(const ForwardBatch& batch, DsaStep* step,
 // Steps of one batch, refreshed in one call.
 void DsaBackend::State::begin(std::span<const NextStep> steps) {
   const ForwardBatch& batch = steps.front().batch;
-  MetadataTensors tensors;
-  tensors.seq_len = batch.seq_len;
-  tensors.pool_row = batch.pool_row;
-  tensors.req_to_token = batch.req_to_token;
-  tensors.ext_len = batch.ext_len;
+  MetadataTensors tensors = refresh_inputs(batch, *steps.front().step);
   tensors.num_steps = static_cast<int>(steps.size());
   for (size_t i = 0; i < steps.size(); ++i) {
     tensors.kv_len_delta[i] = steps[i].kv_len_delta;
@@ -156,6 +180,10 @@ void DsaBackend::State::begin(std::span<const NextStep> steps) {
     }
     return work;
   });
+  if (batch.context_split != nullptr) {
+    const NextStep& next = steps.front();
+    internal::fill_split_rows(batch, next.dispatch.fresh_kv, config.topk, next.fields);
+  }
   for (const NextStep& next : steps) make_current(next);
 }
 

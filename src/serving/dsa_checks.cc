@@ -10,6 +10,7 @@
 #include "src/core/check.h"
 #include "src/serving/dsa_dispatch.h"
 #include "src/serving/dsa_shapes.h"
+#include "src/serving/dsa_split.h"
 
 namespace fovea::internal {
 namespace {
@@ -103,9 +104,12 @@ void check_host_lengths(const DsaConfig& config, const ForwardBatch& batch,
     check_host_length(config, batch, bucket, kv_len_delta, r);
     sum += host_rows(config, batch, r);
   }
-  if (sum != batch.num_rows) {
-    invalid(kDsaOp, "host_ext_len sums to " + std::to_string(sum) +
-                        ", expected num_rows = " + std::to_string(batch.num_rows));
+  const int64_t tokens = stored_tokens(batch);
+  if (sum != tokens) {
+    invalid(kDsaOp,
+            "host_ext_len sums to " + std::to_string(sum) + ", expected " +
+                (batch.context_split != nullptr ? "out_cache_loc.shape[0] = " : "num_rows = ") +
+                std::to_string(tokens));
   }
 }
 
@@ -126,6 +130,21 @@ void check_row_count(const DsaConfig& config, const ForwardBatch& batch,
                         std::to_string(requests) + " requests * rows_per_request = " +
                         std::to_string(most) + in_mode(batch.mode));
   }
+}
+
+// `rows`: T. The rank of a context split stores the tokens of the whole batch.
+void check_stored_rows(const DsaConfig& config, const ForwardBatch& batch, int64_t rows) {
+  if (batch.context_split == nullptr) {
+    check_tensor(kDsaOp, "out_cache_loc", batch.out_cache_loc, DType::kI32, {rows});
+    if (batch.store_positions.defined()) {
+      invalid(kDsaOp, "store_positions is given without a context_split; leave it out");
+    }
+    return;
+  }
+  check_tensor(kDsaOp, "out_cache_loc", batch.out_cache_loc, DType::kI32, {kAnyExtent});
+  const int64_t tokens = stored_tokens(batch);
+  check_range(kDsaOp, "out_cache_loc.shape[0]", tokens, batch.num_rows, config.max_rows);
+  check_tensor(kDsaOp, "store_positions", batch.store_positions, DType::kI32, {tokens});
 }
 
 void check_bucket_shape(const StepBucket& bucket, const ForwardBatch& batch) {
@@ -151,22 +170,23 @@ void check_pool(const char* name, const TensorView& pool, int64_t needed_bytes) 
                       std::to_string(needed_bytes) + " bytes");
 }
 
-void check_index_tensors(const DsaConfig& config, const DsaDispatch& dispatch, int64_t rows,
-                         const DsaForwardTensors& tensors) {
-  const int64_t heads = config.index_heads;
-  const bool scores = !dispatch.skip_selection && !tensors.topk_indices.defined();
+void check_index_tensors(const DsaConfig& config, const DsaDispatch& dispatch,
+                         const StepShape& shape, const DsaForwardTensors& tensors) {
+  const int64_t heads = config.index_heads, rows = shape.padded_rows;
+  const bool scores = scores_rows(dispatch, tensors);
   if (scores) {
     check_tensor(kDsaOp, "index_q", tensors.index_q, DType::kBf16, {rows, heads, config.index_dim});
     check_tensor(kDsaOp, "head_gate", tensors.head_gate, DType::kF32, {rows, heads});
   }
-  const bool stores = tensors.index_k.defined();
-  if (!stores && tensors.k.defined() && !tensors.topk_indices.defined()) {
+  const bool stores = tensors.save_kv && tensors.index_k.defined();
+  if (tensors.save_kv && !stores && tensors.k.defined() && !tensors.topk_indices.defined()) {
     invalid(kDsaOp,
             "index_k is missing, but k is stored: a row selects among stored index keys; "
             "give both, or topk_indices");
   }
   if (stores) {
-    check_tensor(kDsaOp, "index_k", tensors.index_k, DType::kBf16, {rows, config.index_dim});
+    check_tensor(kDsaOp, "index_k", tensors.index_k, DType::kBf16,
+                 {shape.padded_tokens, config.index_dim});
     check_tensor(kDsaOp, "norm_weight", tensors.norm_weight, DType::kF32, {config.index_dim});
     check_tensor(kDsaOp, "norm_bias", tensors.norm_bias, DType::kF32, {config.index_dim});
   }
@@ -224,9 +244,10 @@ void check_dsa_config(const DsaConfig& config, const Device& device) {
     invalid(kDsaOp, "index_dim = " + std::to_string(config.index_dim) +
                         ", but hadamard needs a power of two; set hadamard = false");
   }
-  if (config.row_format != RowFormat::kBf16 && config.row_format != RowFormat::kV32) {
-    invalid(kDsaOp,
-            "row_format = " + std::string(to_string(config.row_format)) + ", expected bf16 or v32");
+  if (config.row_format != RowFormat::kBf16 && config.row_format != RowFormat::kV32 &&
+      config.row_format != RowFormat::kF576) {
+    invalid(kDsaOp, "row_format = " + std::string(to_string(config.row_format)) +
+                        ", expected bf16, v32 or f576");
   }
   check_dsa_implementations(kDsaOp, config);
 }
@@ -274,8 +295,9 @@ void check_forward_batch(const DsaConfig& config, const ForwardBatch& batch,
   check_row_count(config, batch, bucket);
   const int64_t rows = std::max(batch.num_rows, batch.padded_rows);
   check_tensor(kDsaOp, "positions", batch.positions, DType::kI32, {rows});
-  check_tensor(kDsaOp, "out_cache_loc", batch.out_cache_loc, DType::kI32, {rows});
+  check_stored_rows(config, batch, rows);
   check_host_lengths(config, batch, bucket, kv_len_delta);
+  if (batch.context_split != nullptr) check_context_split(config, batch);
 }
 
 void check_draft_steps(const ForwardBatch& batch, std::span<const DraftStep> steps) {
@@ -304,11 +326,17 @@ void check_draft_steps(const ForwardBatch& batch, std::span<const DraftStep> ste
   }
 }
 
+int64_t stored_tokens(const ForwardBatch& batch) {
+  return batch.context_split != nullptr ? batch.out_cache_loc.shape[0] : batch.num_rows;
+}
+
+// Those of the whole batch, also on a rank of a context split: every rank decides alike.
 DsaBatchFacts batch_facts(const DsaConfig& config, const ForwardBatch& batch,
                           int32_t kv_len_delta) {
   DsaBatchFacts facts;
   facts.mode = batch.mode;
-  facts.num_rows = batch.num_rows;
+  facts.num_rows = stored_tokens(batch);
+  facts.context_parallel = batch.context_split != nullptr;
   facts.mha_inputs = batch.mha_inputs;
   facts.has_host_lengths = batch.seq_len.shape[0] == 0 || !batch.host_seq_len.empty();
   for (size_t r = 0; r < batch.host_seq_len.size(); ++r) {
@@ -320,11 +348,17 @@ DsaBatchFacts batch_facts(const DsaConfig& config, const ForwardBatch& batch,
   return facts;
 }
 
+bool scores_rows(const DsaDispatch& dispatch, const DsaForwardTensors& tensors) {
+  const bool selects = !dispatch.one_shot || tensors.indices.defined();
+  return selects && !dispatch.skip_selection && !tensors.topk_indices.defined();
+}
+
 void check_forward_tensors(const DsaConfig& config, const DsaDispatch& dispatch,
                            const StepShape& shape, const DsaLayer& layer,
                            const DsaForwardTensors& tensors) {
   const int64_t rows = shape.padded_rows, heads = config.num_heads;
   check_positive_finite(kDsaOp, "softmax_scale", layer.softmax_scale);
+  check_positive_finite(kDsaOp, "k_scale", layer.k_scale);
   if (dispatch.one_shot) {
     check_one_shot(config, shape, layer, tensors);
   } else {
@@ -332,7 +366,7 @@ void check_forward_tensors(const DsaConfig& config, const DsaDispatch& dispatch,
     check_tensor(kDsaOp, "out", tensors.out, DType::kBf16, {rows, heads, kLatentDim});
   }
   check_tensor(kDsaOp, "lse", tensors.lse, DType::kF32, {rows, heads});
-  check_optional(kDsaOp, "k", tensors.k, DType::kBf16, {rows, kLatentWidth});
+  check_optional(kDsaOp, "k", tensors.k, DType::kBf16, {shape.padded_tokens, kLatentWidth});
   if (dispatch.fresh_kv && !tensors.k.defined()) {
     invalid(kDsaOp,
             "k is missing: this step reads its fresh rows; give it, or use "
@@ -347,7 +381,7 @@ void check_forward_tensors(const DsaConfig& config, const DsaDispatch& dispatch,
   }
   check_pool("kv_pool", tensors.kv_pool,
              page_bytes(config.row_format, config.page_size, kLatentWidth));
-  check_index_tensors(config, dispatch, rows, tensors);
+  check_index_tensors(config, dispatch, shape, tensors);
 }
 
 }  // namespace fovea::internal

@@ -26,8 +26,14 @@ void check_forward_batch(const DsaConfig& config, const ForwardBatch& batch,
 /// What the batch and the plans of a chain of drafts must have besides.
 void check_draft_steps(const ForwardBatch& batch, std::span<const DraftStep> steps);
 
+/// Rows that every layer of the batch stores: E, or with a context split those of all ranks.
+int64_t stored_tokens(const ForwardBatch& batch);
+
 /// The facts of a batch that passed check_forward_batch.
 DsaBatchFacts batch_facts(const DsaConfig& config, const ForwardBatch& batch, int32_t kv_len_delta);
+
+/// Whether a forward scores keys: it selects, and neither skips nor was given the selection.
+bool scores_rows(const DsaDispatch& dispatch, const DsaForwardTensors& tensors);
 
 /// Throws Error naming the tensor.
 void check_forward_tensors(const DsaConfig& config, const DsaDispatch& dispatch,

@@ -6,6 +6,7 @@
 
 #include "src/core/access.h"
 #include "src/core/workspace.h"
+#include "src/serving/dsa_checks.h"
 #include "src/serving/dsa_dispatch.h"
 #include "src/serving/dsa_shapes.h"
 #include "src/serving/selection_map.h"
@@ -42,8 +43,7 @@ void ForwardScratch::cut(const DsaConfig& config, Workspace memory, size_t* byte
 }
 
 void DsaForward::run(const DsaForwardTensors& tensors) {
-  const bool scores = !step_.dispatch.skip_selection && !tensors.topk_indices.defined();
-  quantize_index(tensors, scores);
+  quantize_index(tensors);
   store_rows(tensors);
   ConstTensorView indices;
   if (!step_.dispatch.one_shot || tensors.indices.defined()) indices = select_rows(tensors);
@@ -53,40 +53,53 @@ void DsaForward::run(const DsaForwardTensors& tensors) {
     attend(tensors, indices);
 }
 
-void DsaForward::quantize_index(const DsaForwardTensors& tensors, bool scores) {
-  const bool stores = tensors.index_k.defined();
-  if (!scores && !stores) return;
+void DsaForward::quantize_index(const DsaForwardTensors& tensors) {
+  const bool queries = scores_rows(step_.dispatch, tensors);
+  const bool keys = tensors.save_kv && tensors.index_k.defined();
+  // Queries and keys of the same rows take one pass.
+  if (queries && keys && step_.positions.data != step_.store_positions.data) {
+    quantize_index(tensors, true, false);
+    quantize_index(tensors, false, true);
+  } else if (queries || keys) {
+    quantize_index(tensors, queries, keys);
+  }
+}
+
+void DsaForward::quantize_index(const DsaForwardTensors& tensors, bool queries, bool keys) {
   IndexQuantizeTensors in;
-  in.positions = live(step_.positions);
+  in.positions = queries ? live(step_.positions) : stored(step_.store_positions);
   in.cos_sin = tensors.cos_sin;
-  if (scores) {
+  if (queries) {
     in.q = live(tensors.index_q);
     in.head_gate = live(tensors.head_gate);
     in.q_fp8 = live(scratch_.q_fp8);
     in.q_scale = live(scratch_.q_scale);
     in.head_weight = live(scratch_.head_weight);
   }
-  if (stores) {
-    in.k = live(tensors.index_k);
+  if (keys) {
+    in.k = stored(tensors.index_k);
     in.norm_weight = tensors.norm_weight;
     in.norm_bias = tensors.norm_bias;
-    in.k_fp8 = live(scratch_.k_fp8);
-    in.k_scale = live(scratch_.k_scale);
+    in.k_fp8 = stored(scratch_.k_fp8);
+    in.k_scale = stored(scratch_.k_scale);
   }
+  const int64_t rows = in.positions.shape[0];
   caller_.call("index_quantize", shared_.quantize, in,
-               [&] { return index_quantize_work(config_, step_.shape.num_rows, scores, stores); });
+               [&] { return index_quantize_work(config_, rows, queries, keys); });
 }
 
 void DsaForward::store_rows(const DsaForwardTensors& tensors) {
-  const ConstTensorView slots = live(step_.out_cache_loc);
+  if (!tensors.save_kv) return;
+  const ConstTensorView slots = stored(step_.out_cache_loc);
+  const int64_t tokens = step_.shape.num_tokens;
   if (tensors.k.defined()) {
-    caller_.call("pack_rows", layer_.pack, {live(tensors.k), slots, tensors.kv_pool},
-                 [&] { return pack_rows_work(config_, step_.shape.num_rows); });
+    caller_.call("pack_rows", layer_.pack, {stored(tensors.k), slots, tensors.kv_pool},
+                 [&] { return pack_rows_work(config_, tokens); });
   }
   if (tensors.index_k.defined()) {
     caller_.call("index_store", shared_.store,
-                 {live(scratch_.k_fp8), live(scratch_.k_scale), slots, tensors.index_pool},
-                 [&] { return index_store_work(config_, step_.shape.num_rows); });
+                 {stored(scratch_.k_fp8), stored(scratch_.k_scale), slots, tensors.index_pool},
+                 [&] { return index_store_work(config_, tokens); });
   }
 }
 
@@ -146,7 +159,7 @@ ConstTensorView DsaForward::select_rows(const DsaForwardTensors& tensors) {
 
 // The batch's keys in bf16, requests in order.
 ConstTensorView DsaForward::contiguous_keys(const DsaForwardTensors& tensors) {
-  if (step_.dispatch.fresh_kv) return live(tensors.k);
+  if (step_.dispatch.fresh_kv) return stored(tensors.k);
   const int64_t tokens = step_.shape.sum_kv_len;
   const TensorView slots = slice_rows(scratch_.contiguous_slots, 0, tokens);
   const TensorView rows = slice_rows(scratch_.contiguous_rows, 0, tokens);

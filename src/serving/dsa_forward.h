@@ -41,7 +41,8 @@ class DsaForward {
   void run(const DsaForwardTensors& tensors);
 
  private:
-  void quantize_index(const DsaForwardTensors& tensors, bool scores);
+  void quantize_index(const DsaForwardTensors& tensors);
+  void quantize_index(const DsaForwardTensors& tensors, bool queries, bool keys);
   void store_rows(const DsaForwardTensors& tensors);
   ConstTensorView select_rows(const DsaForwardTensors& tensors);
   void map_rows(const ConstTensorView& positions, IndexTransform transform,
@@ -53,6 +54,10 @@ class DsaForward {
   template <class View>
   View live(const View& tensor) const {
     return slice_rows(tensor, 0, step_.shape.num_rows);
+  }
+  template <class View>
+  View stored(const View& tensor) const {
+    return slice_rows(tensor, 0, step_.shape.num_tokens);
   }
 
   const DsaConfig& config_;

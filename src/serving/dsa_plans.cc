@@ -9,13 +9,14 @@
 namespace fovea::internal {
 namespace {
 
-RowCodecProblem codec_problem(const DsaConfig& config, int64_t max_rows) {
+RowCodecProblem codec_problem(const DsaConfig& config, const DsaLayer& layer, int64_t max_rows) {
   RowCodecProblem problem;
   problem.max_rows = max_rows;
   problem.row_format = config.row_format;
   problem.page_size = config.page_size;
   problem.width = kLatentWidth;
   problem.scale_mode = config.kv_scale_mode;
+  problem.k_scale = layer.k_scale;
   return problem;
 }
 
@@ -56,6 +57,7 @@ SparseMlaProblem attention_problem(const DsaConfig& config, const DsaLayer& laye
   problem.logit_cap = layer.logit_cap;
   problem.row_format = contiguous ? RowFormat::kBf16 : config.row_format;
   problem.page_size = contiguous ? 0 : config.page_size;
+  if (config.row_format == RowFormat::kF576) problem.k_scale = layer.k_scale;
   return problem;
 }
 
@@ -120,11 +122,12 @@ size_t DsaPlans::workspace_bytes() const {
 LayerPlans::LayerPlans(const DsaConfig& config, const DsaLayer& layer_in, const Device& device,
                        const OperatorOptions& options)
     : layer(layer_in),
-      pack(PackRows::plan(codec_problem(config, config.max_rows), device, options("pack_rows"))),
+      pack(PackRows::plan(codec_problem(config, layer, config.max_rows), device,
+                          options("pack_rows"))),
       cache_direct(
           SparseMla::plan(attention_problem(config, layer, false), device, options("sparse_mla"))) {
   if (may_run_contiguous(config)) {
-    unpack = UnpackRows::plan(codec_problem(config, config.mha_chunk_capacity), device,
+    unpack = UnpackRows::plan(codec_problem(config, layer, config.mha_chunk_capacity), device,
                               options("unpack_rows"));
     contiguous =
         SparseMla::plan(attention_problem(config, layer, true), device, options("sparse_mla"));

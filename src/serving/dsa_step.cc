@@ -44,7 +44,15 @@ void StepArrays::cut(const DsaConfig& config, int64_t max_requests, int64_t max_
   fields_.row_offset = array({max_rows});
   fields_.schedule = array({MetadataProblem{}.workers + 1, 2});
   store_slots_ = array({max_rows});
+  selected_.seq_len = array({max_requests});
+  selected_.pool_row = array({max_requests});
+  selected_.ext_len = array({max_requests});
   *bytes = cutter.used_bytes();
+}
+
+StepArrays::SelectedInputs StepArrays::selected_inputs(int64_t requests) const {
+  return {slice_rows(selected_.seq_len, 0, requests), slice_rows(selected_.pool_row, 0, requests),
+          slice_rows(selected_.ext_len, 0, requests)};
 }
 
 MetadataFields StepArrays::views(ForwardMode mode, int64_t requests, int64_t num_rows,

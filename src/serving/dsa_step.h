@@ -9,9 +9,12 @@
 namespace fovea::internal {
 
 struct StepShape {
-  int64_t num_rows = 0;     ///< E
-  int64_t padded_rows = 0;  ///< T >= E
-  int64_t sum_kv_len = 0;   ///< With host lengths only.
+  int64_t num_requests = 0;   ///< R; with a context split those that have a row here.
+  int64_t num_rows = 0;       ///< E
+  int64_t padded_rows = 0;    ///< T >= E
+  int64_t num_tokens = 0;     ///< Stored by every layer: E; with a context split all of the batch.
+  int64_t padded_tokens = 0;  ///< Rows of k and index_k: T, or num_tokens.
+  int64_t sum_kv_len = 0;     ///< Of num_requests; with host lengths only.
 };
 
 /// The arrays that begin_step writes, at the bounds of one bucket, at fixed addresses.
@@ -26,6 +29,12 @@ class StepArrays {
   MetadataFields views(ForwardMode mode, int64_t requests, int64_t num_rows,
                        int64_t padded_rows) const;
 
+  /// Room for the inputs of a refresh over the requests that a context split selects: i32 [R].
+  struct SelectedInputs {
+    TensorView seq_len, pool_row, ext_len;
+  };
+  SelectedInputs selected_inputs(int64_t requests) const;
+
   /// i32 [max rows]: out_cache_loc without the rows of no request.
   const TensorView& store_slots() const { return store_slots_; }
 
@@ -36,6 +45,7 @@ class StepArrays {
   HostBuffer memory_;
   MetadataFields fields_;
   TensorView store_slots_;
+  SelectedInputs selected_;
 };
 
 /// A step between its begin and its last forward.
@@ -53,9 +63,10 @@ struct DsaStep {
   bool begun = false;
   DsaDispatch dispatch;
   StepShape shape;
-  MetadataFields fields;          ///< Views of the live shapes.
-  ConstTensorView positions;      ///< i32 [T], the caller's.
-  ConstTensorView out_cache_loc;  ///< i32 [T], the caller's, or store_slots.
+  MetadataFields fields;            ///< Views of the live shapes.
+  ConstTensorView positions;        ///< i32 [T], the caller's.
+  ConstTensorView store_positions;  ///< i32 [padded_tokens], the caller's.
+  ConstTensorView out_cache_loc;    ///< i32 [padded_tokens], the caller's, or store_slots.
 };
 
 }  // namespace fovea::internal

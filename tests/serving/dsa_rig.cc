@@ -5,6 +5,8 @@
 #include <cstring>
 #include <stdexcept>
 
+#include <gtest/gtest.h>
+
 #include "fovea/row_codec.h"
 #include "tests/support/rng.h"
 
@@ -244,7 +246,13 @@ void DsaRig::step(ForwardMode mode, const std::vector<std::pair<int, int>>& requ
   DsaForwardTensors tensors = forward_tensors(in.rows, in.extent);
   if (options.give_indices) tensors.indices = indices;
   if (options.adjust) options.adjust(in.batch, tensors);
-  if (options.plan == nullptr) {
+  if (options.context_ranks > 0) {
+    for (int rank = 0; rank < options.context_ranks; ++rank) {
+      const ContextSplitProblem problem{options.context_ranks, rank, options.context_scheme,
+                                        config_.extend_kv_source};
+      run_rank(in, context_split(problem, in.host_seq_len, in.host_ext_len), rank, options);
+    }
+  } else if (options.plan == nullptr) {
     backend_.begin_step(in.batch);
     backend_.forward({0, kSoftmaxScale}, tensors);
   } else {
@@ -255,6 +263,61 @@ void DsaRig::step(ForwardMode mode, const std::vector<std::pair<int, int>>& requ
     collect(work, options.plan != nullptr ? options.plan->dispatch() : backend_.dispatch());
   }
   for (const Work& item : work) requests_.at(item.id).len = item.first + item.count;
+}
+
+// Rows `from` of a tensor, packed.
+Tensor take_rows(const Tensor& tensor, const std::vector<int32_t>& from) {
+  const ConstTensorView view = tensor;
+  const auto count = static_cast<int64_t>(from.size());
+  const int64_t row_bytes = view.stride[0] * static_cast<int64_t>(size_of(view.dtype));
+  Tensor taken;
+  if (view.rank == 1) taken = Tensor(view.dtype, {count});
+  if (view.rank == 2) taken = Tensor(view.dtype, {count, view.shape[1]});
+  if (view.rank == 3) taken = Tensor(view.dtype, {count, view.shape[1], view.shape[2]});
+  for (int64_t i = 0; i < count; ++i) {
+    std::memcpy(taken.data<uint8_t>() + i * row_bytes,
+                tensor.data<uint8_t>() + from[static_cast<size_t>(i)] * row_bytes,
+                static_cast<size_t>(row_bytes));
+  }
+  return taken;
+}
+
+void put_rows(const Tensor& rows, const std::vector<int32_t>& to, Tensor& tensor) {
+  const ConstTensorView view = tensor;
+  const int64_t row_bytes = view.stride[0] * static_cast<int64_t>(size_of(view.dtype));
+  for (size_t i = 0; i < to.size(); ++i) {
+    std::memcpy(tensor.data<uint8_t>() + to[i] * row_bytes,
+                rows.data<uint8_t>() + static_cast<int64_t>(i) * row_bytes,
+                static_cast<size_t>(row_bytes));
+  }
+}
+
+// One rank of a context split: its own queries, everybody's keys.
+void DsaRig::run_rank(Inputs& in, const ContextSplit& split, int rank, const StepOptions& options) {
+  const Tensor q = take_rows(in.rows.q, split.rank_rows),
+               index_q = take_rows(in.rows.index_q, split.rank_rows),
+               gate = take_rows(in.rows.gate, split.rank_rows),
+               positions = take_rows(in.rows.positions, split.rank_rows);
+  EXPECT_EQ(positions.values<int32_t>(), split.positions);
+  Tensor whole_out = out, whole_lse = lse, whole_indices = indices;
+  ForwardBatch batch = in.batch;
+  batch.context_split = &split;
+  batch.num_rows = static_cast<int64_t>(split.rank_rows.size());
+  batch.positions = positions;
+  batch.store_positions = in.batch.positions;
+  DsaForwardTensors tensors = forward_tensors(in.rows, batch.num_rows);
+  tensors.q = q;
+  tensors.index_q = index_q;
+  tensors.head_gate = gate;
+  if (options.give_indices) tensors.indices = indices;
+  if (options.adjust_rank) options.adjust_rank(rank, batch, tensors);
+  backend_.begin_step(batch);
+  backend_.forward({0, kSoftmaxScale}, tensors);
+  for (const auto& [rows, whole] :
+       {std::pair{&out, &whole_out}, {&lse, &whole_lse}, {&indices, &whole_indices}}) {
+    put_rows(*rows, split.rank_rows, *whole);
+    std::swap(*rows, *whole);
+  }
 }
 
 void DsaRig::draft_chain(const std::vector<int>& requests, const std::vector<DsaStepPlan*>& plans,

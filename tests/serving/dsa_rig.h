@@ -47,6 +47,11 @@ struct StepOptions {
   bool give_indices = true;  ///< Ask for the selection.
   /// The step's buffers. Padded requests fill up its bucket; their rows hold NaN.
   DsaStepPlan* plan = nullptr;
+  /// kExtend: the rows are dealt to this many ranks, which run one after the other on one pool.
+  int context_ranks = 0;
+  ContextScheme context_scheme = ContextScheme::kRoundRobin;
+  /// Changes what a rank gets.
+  std::function<void(int rank, ForwardBatch&, DsaForwardTensors&)> adjust_rank = {};
   /// Changes what the backend gets; the rows are not collected then.
   std::function<void(ForwardBatch&, DsaForwardTensors&)> adjust = {};
 };
@@ -100,6 +105,7 @@ class DsaRig {
   Inputs make_inputs(ForwardMode mode, const std::vector<Work>& work, const StepOptions& options);
   Rows make_rows(const std::vector<Work>& work, int64_t dummy_rows, int64_t extent);
   DsaForwardTensors forward_tensors(Rows& rows, int64_t extent);
+  void run_rank(Inputs& in, const ContextSplit& split, int rank, const StepOptions& options);
   void collect(const std::vector<Work>& work, const DsaDispatch& dispatch);
   int64_t rows_of(ForwardMode mode, int count) const;
   int64_t position_of(const Request& request, int32_t slot) const;
