@@ -9,6 +9,7 @@
 #include "bench/check.h"
 #include "bench/operator_case.h"
 #include "fovea/merge_lse.h"
+#include "fovea/metadata.h"
 #include "fovea/mha_varlen.h"
 #include "fovea/numeric.h"
 #include "fovea/row_codec.h"
@@ -52,6 +53,7 @@ class SparseMlaCase : public OperatorCase<SparseMla, OutLse> {
       }
     }
     indices_ = from_i32(slots, {problem.max_rows, problem.topk});
+    if (problem.split_parts > 0) plan_parts();
     const int64_t row_bytes = problem.row_format == RowFormat::kBf16  ? 1152
                               : problem.row_format == RowFormat::kV32 ? 656
                                                                       : 576;
@@ -90,6 +92,17 @@ class SparseMlaCase : public OperatorCase<SparseMla, OutLse> {
     kv_ = std::move(pool);
   }
 
+  // The split plan of rows of K slots each.
+  void plan_parts() {
+    const int64_t rows = problem_.max_rows;
+    const OwnedTensor lengths = filled_i32({rows}, static_cast<int32_t>(problem_.topk));
+    schedule_ = OwnedTensor(DType::kI32, {problem_.split_parts, 8});
+    split_indptr_ = OwnedTensor(DType::kI32, {rows + 1});
+    const SplitSchedule plan = SplitSchedule::plan({rows, problem_.split_parts}, Device::cpu());
+    HostBuffer workspace(plan.workspace_bytes());
+    plan.run({lengths, schedule_, split_indptr_}, workspace.workspace());
+  }
+
   OutLse make_outputs() const override {
     return {OwnedTensor(DType::kBf16, {problem_.max_rows, problem_.num_heads, kLatentDim}),
             OwnedTensor(DType::kF32, {problem_.max_rows, problem_.num_heads})};
@@ -99,6 +112,8 @@ class SparseMlaCase : public OperatorCase<SparseMla, OutLse> {
     result.q = q_;
     result.kv = kv_;
     result.indices = indices_;
+    result.split_schedule = schedule_;
+    result.split_indptr = split_indptr_;
     result.out = outputs->out;
     result.lse = outputs->lse;
     return result;
@@ -108,6 +123,8 @@ class SparseMlaCase : public OperatorCase<SparseMla, OutLse> {
     SparseMlaTensors part = full;
     part.q = slice_rows(full.q, row, row + 1);
     part.indices = slice_rows(full.indices, row, row + 1);
+    // The reference does not follow a plan.
+    if (problem_.split_parts > 0) part.split_indptr = slice_rows(full.split_indptr, 0, 2);
     part.out = slice_rows(full.out, row, row + 1);
     part.lse = slice_rows(full.lse, row, row + 1);
     return part;
@@ -117,7 +134,7 @@ class SparseMlaCase : public OperatorCase<SparseMla, OutLse> {
     return out_lse_difference(actual, reference);
   }
 
-  OwnedTensor q_, kv_, indices_;
+  OwnedTensor q_, kv_, indices_, schedule_, split_indptr_;
 };
 
 // ---- mha_varlen: equal requests, causal, no prefix.
@@ -214,6 +231,24 @@ std::optional<PublishedTarget> sparse_mla_target(int64_t rows, int64_t heads, Ro
 
 }  // namespace
 
+BenchCase sparse_mla_case(const SparseMlaProblem& problem) {
+  const int64_t rows = problem.max_rows;
+  BenchCase entry;
+  entry.op = "sparse_mla";
+  entry.name = fmt::format("h{}_rows{}_{}", problem.num_heads, rows, to_string(problem.row_format));
+  entry.description =
+      fmt::format("{} query row{} x {} heads, 2048 of 64K {} rows", rows, rows == 1 ? "" : "s",
+                  problem.num_heads, to_string(problem.row_format));
+  if (problem.split_parts > 0) {
+    entry.name += fmt::format("_parts{}", problem.split_parts);
+    entry.description += fmt::format(", split plan of {} parts", problem.split_parts);
+  } else {
+    entry.target = sparse_mla_target(rows, problem.num_heads, problem.row_format);
+  }
+  entry.make = [problem] { return std::make_unique<SparseMlaCase>(problem); };
+  return entry;
+}
+
 std::vector<BenchCase> sparse_mla_cases() {
   std::vector<BenchCase> cases;
   for (const RowFormat format : {RowFormat::kBf16, RowFormat::kV32, RowFormat::kF576}) {
@@ -226,15 +261,23 @@ std::vector<BenchCase> sparse_mla_cases() {
         problem.softmax_scale = static_cast<float>(1 / std::sqrt(192.0));
         problem.row_format = format;
         problem.page_size = format == RowFormat::kBf16 ? 0 : kPageSize;
-        BenchCase entry;
-        entry.op = "sparse_mla";
-        entry.name = fmt::format("h{}_rows{}_{}", heads, rows, to_string(format));
-        entry.description = fmt::format("{} query row{} x {} heads, 2048 of 64K {} rows", rows,
-                                        rows == 1 ? "" : "s", heads, to_string(format));
-        entry.target = sparse_mla_target(rows, heads, format);
-        entry.make = [problem] { return std::make_unique<SparseMlaCase>(problem); };
-        cases.push_back(std::move(entry));
+        cases.push_back(sparse_mla_case(problem));
       }
+    }
+  }
+  // The same work with and without a split plan.
+  for (const int64_t rows : {1, 32}) {
+    for (const int64_t parts : {0, 2, 8, 64}) {
+      if (rows == 1 && parts == 0) continue;  // above
+      SparseMlaProblem problem;
+      problem.max_rows = rows;
+      problem.num_heads = 16;
+      problem.topk = 2048;
+      problem.softmax_scale = static_cast<float>(1 / std::sqrt(192.0));
+      problem.row_format = RowFormat::kV32;
+      problem.page_size = kPageSize;
+      problem.split_parts = parts;
+      cases.push_back(sparse_mla_case(problem));
     }
   }
   return cases;

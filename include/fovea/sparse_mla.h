@@ -40,6 +40,10 @@ struct SparseMlaProblem {
   /// merged in order; changes rounding only. 0: parts of 4 blocks, at most 16 of them (a row of
   /// more than 64 blocks has longer parts).
   int64_t fixed_splits = 0;
+  /// P > 0: work is cut and shared out as split_schedule says (SplitScheduleProblem::parts), which
+  /// balances rows of uneven length and ties a row's rounding to its batch. At most 65536; not
+  /// together with fixed_splits. 0: cuts depend on the row alone.
+  int64_t split_parts = 0;
 };
 
 struct SparseMlaTensors {
@@ -52,6 +56,8 @@ struct SparseMlaTensors {
   ConstTensorView extra_kv = {};       ///< optional second cache, together with extra_indices
   ConstTensorView extra_indices = {};  ///< i32 [T, extra_topk], slots of extra_kv
   ConstTensorView extra_topk_length = {};  ///< optional i32 [T]
+  ConstTensorView split_schedule = {};     ///< i32 [P, 8] (SplitPart) of topk_length; both of these
+  ConstTensorView split_indptr = {};       ///< i32 [T+1]; exactly with split_parts > 0
   TensorView out;                          ///< bf16 [T, H, 512]
   TensorView lse;                          ///< f32 [T, H], natural log, sink excluded
   TensorView max_logits = {};              ///< optional f32 [T, H], largest s_j
@@ -80,6 +86,12 @@ struct SparseMlaTensors {
 /// rows or the number of threads, and are the same for a packed row and for the bf16 row that it
 /// decodes to (f576: with k_scale 1, when every value is a bf16 number).
 ///
+/// With split_parts > 0 a row that the schedule cuts may differ by rounding with its batch; one
+/// that it leaves whole has the bits of a plan without. The part that ends a row takes its slots of
+/// the extra cache too. The schedule is device content and not trusted: one that does not tile
+/// exactly the blocks of these lengths (stale, of another T, garbage) is not followed, and the rows
+/// are cut as without one; no content gives a wrong row or an access out of bounds.
+///
 /// Throws Error(kInvalidArgument) from plan() for a value outside the tables above and from run()
 /// for tensors that do not match, before anything is written. Contents of device tensors are never
 /// an error. Ownership, threads and streams: OperatorPlan.
@@ -90,6 +102,10 @@ class FOVEA_API SparseMla : public OperatorPlan<SparseMlaProblem, SparseMlaTenso
  public:
   static SparseMla plan(const SparseMlaProblem& problem, const Device& device,
                         const Options& options = {});
+
+  /// Whether the chosen implementation follows split_schedule; false for ref and with split_parts
+  /// 0, where a caller need not compute one (with split_parts > 0 the tensors must be there).
+  bool reads_split_schedule() const noexcept;
 
  private:
   using OperatorPlan::OperatorPlan;

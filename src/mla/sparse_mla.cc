@@ -8,11 +8,14 @@
 #include "src/core/implementation_list.h"
 #include "src/mla/sparse_mla_cache.h"
 #include "src/mla/sparse_mla_impl.h"
+#include "src/mla/sparse_mla_schedule.h"
 
 namespace fovea {
 namespace {
 
 constexpr char kOp[] = "sparse_mla";
+// Far more than any device has workers; bounds the workspace.
+constexpr int64_t kMaxSplitParts = 65536;
 
 internal::Refusal refuse_logit_cap(const SparseMlaProblem& problem) {
   if (problem.logit_cap == 0) return {};
@@ -89,6 +92,12 @@ SparseMlaProblem check_problem(SparseMlaProblem problem) {
   internal::check_range(kOp, "topk", problem.topk, 0, kMaxWidth);
   internal::check_range(kOp, "extra_topk", problem.extra_topk, 0, kMaxWidth);
   internal::check_range(kOp, "fixed_splits", problem.fixed_splits, 0, kMax);
+  internal::check_range(kOp, "split_parts", problem.split_parts, 0, kMaxSplitParts);
+  if (problem.split_parts > 0 && problem.fixed_splits > 0) {
+    internal::invalid(kOp, "split_parts = " + std::to_string(problem.split_parts) +
+                               " and fixed_splits = " + std::to_string(problem.fixed_splits) +
+                               " both cut the rows; give one of them");
+  }
   if (problem.head_dim_qk != 576 && problem.head_dim_qk != 512) {
     internal::invalid(
         kOp, "head_dim_qk = " + std::to_string(problem.head_dim_qk) + ", expected 576 or 512");
@@ -136,6 +145,19 @@ void check_extra(const SparseMlaProblem& problem, const SparseMlaTensors& tensor
                            {rows});
 }
 
+void check_schedule(const SparseMlaProblem& problem, const SparseMlaTensors& tensors,
+                    int64_t rows) {
+  if (problem.split_parts > 0) {
+    internal::check_tensor(kOp, "split_schedule", tensors.split_schedule, DType::kI32,
+                           {problem.split_parts, internal::kSplitPartFields});
+    internal::check_tensor(kOp, "split_indptr", tensors.split_indptr, DType::kI32, {rows + 1});
+  } else if (tensors.split_schedule.defined() || tensors.split_indptr.defined()) {
+    internal::invalid(kOp,
+                      "split_schedule or split_indptr is given, but the plan has split_parts = 0; "
+                      "plan with the number of parts");
+  }
+}
+
 void check_tensors(const SparseMlaProblem& problem, const SparseMlaTensors& tensors) {
   using internal::check_optional;
   using internal::check_tensor;
@@ -155,6 +177,7 @@ void check_tensors(const SparseMlaProblem& problem, const SparseMlaTensors& tens
   check_optional(kOp, "topk_length", tensors.topk_length, DType::kI32, {rows});
   check_optional(kOp, "sink", tensors.sink, DType::kF32, {heads});
   check_extra(problem, tensors, rows);
+  check_schedule(problem, tensors, rows);
   check_tensor(kOp, "out", tensors.out, DType::kBf16, {rows, heads, kLatentDim});
   check_tensor(kOp, "lse", tensors.lse, DType::kF32, {rows, heads});
   check_optional(kOp, "max_logits", tensors.max_logits, DType::kF32, {rows, heads});
@@ -197,6 +220,10 @@ SparseMlaSegment extra_segment(const SparseMlaProblem& problem, const SparseMlaT
 }
 
 }  // namespace internal
+
+bool SparseMla::reads_split_schedule() const noexcept {
+  return problem().split_parts > 0 && implementation().name != "ref";
+}
 
 SparseMla SparseMla::plan(const SparseMlaProblem& problem, const Device& device,
                           const Options& options) {

@@ -5,6 +5,7 @@
 
 #include "src/core/parallel.h"
 #include "src/core/workspace.h"
+#include "src/mla/sparse_mla_schedule.h"
 
 namespace fovea::internal {
 namespace {
@@ -22,9 +23,10 @@ int64_t group_capacity(const SparseMlaProblem& problem) {
   return padded_heads(std::min(problem.num_heads, kMaxGroupHeads));
 }
 
-// Rows that are split into parts at most; with more rows the threads share out whole ones.
+// Rows that are split into parts at most; with more rows the threads share out whole ones. With a
+// split plan it says what is shared out.
 int64_t max_split_rows(const SparseMlaProblem& problem, const Device& device) {
-  if (device.num_threads <= 1) return 0;
+  if (device.num_threads <= 1 || problem.split_parts > 0) return 0;
   const int64_t row_bytes =
       max_parts(problem) * padded_heads(problem.num_heads) * (kLatentDim + 2) * 4;
   if (row_bytes == 0) return 0;
@@ -32,7 +34,8 @@ int64_t max_split_rows(const SparseMlaProblem& problem, const Device& device) {
                    device.num_threads * kPartialBytesPerThread / row_bytes});
 }
 
-// The results of the parts of split rows: [row, part] of HeadState over all heads.
+// The results of the parts of split rows: [row, part] of HeadState over all heads. With a split
+// plan: of its pieces, [piece, 1].
 struct Partials {
   int64_t heads = 0;
   int64_t parts = 0;
@@ -80,6 +83,7 @@ SparseMlaScratch cut_scratch(const SparseMlaKernel& kernel, const SparseMlaProbl
 struct Layout {
   SparseMlaScratch* workers;  // [num_threads]
   Partials partials;
+  SplitWalk walk;
 };
 
 Layout cut(const SparseMlaKernel& kernel, const SparseMlaProblem& problem, const Device& device,
@@ -91,10 +95,12 @@ Layout cut(const SparseMlaKernel& kernel, const SparseMlaProblem& problem, const
     const SparseMlaScratch scratch = cut_scratch(kernel, problem, cutter);
     if (layout.workers != nullptr) layout.workers[worker] = scratch;
   }
-  const int64_t rows = max_split_rows(problem, device);
+  const bool planned = problem.split_parts > 0;
+  if (planned) layout.walk.cut(problem, cutter);
+  const int64_t rows = planned ? max_split_pieces(problem) : max_split_rows(problem, device);
   Partials& partials = layout.partials;
   partials.heads = padded_heads(problem.num_heads);
-  partials.parts = max_parts(problem);
+  partials.parts = planned ? 1 : max_parts(problem);
   const int64_t states = rows * partials.parts * partials.heads;
   partials.max = cutter.take<float>(states);
   partials.sum = cutter.take<float>(states);
@@ -122,6 +128,9 @@ class Run {
         max_logits_(access<float, 2>(tensors.max_logits)) {
     WorkspaceCutter cutter(workspace);
     layout_ = cut(kernel, problem, device, cutter);
+    follows_ = problem.split_parts > 0 &&
+               layout_.walk.read(access<const int32_t, 2>(tensors.split_schedule), segments_[0],
+                                 num_rows_);
     split_ = num_rows_ <= max_split_rows(problem, device);
     group_heads_ = choose_group();
     num_groups_ = (problem.num_heads + group_heads_ - 1) / group_heads_;
@@ -130,6 +139,10 @@ class Run {
   void run() {
     const int64_t units = num_rows_ * num_groups_;
     const ThreadScope threads(num_threads_);
+    if (follows_) {
+      follow_plan();
+      return;
+    }
     if (!split_) {
       ParallelFor(units, 1, [&](int64_t begin, int64_t, int worker) {
         attend_whole(begin / num_groups_, begin % num_groups_, layout_.workers[worker]);
@@ -148,10 +161,23 @@ class Run {
   }
 
  private:
+  void follow_plan() const {
+    const SplitWalk& walk = layout_.walk;
+    ParallelFor(walk.num_parts() * num_groups_, 1, [&](int64_t begin, int64_t, int worker) {
+      walk_part(walk.part(begin / num_groups_), begin % num_groups_, layout_.workers[worker]);
+    });
+    const int64_t octets = layout_.partials.heads / kHeadPadding;
+    ParallelFor(walk.num_split_rows() * octets, 1, [&](int64_t begin, int64_t, int worker) {
+      fold_pieces(walk.split_row(begin / octets), begin % octets * kHeadPadding,
+                  layout_.workers[worker]);
+    });
+  }
+
   // The largest group that still gives every thread its share of tasks.
   int64_t choose_group() const {
     int64_t heads = std::min(problem_.num_heads, kMaxGroupHeads);
-    const int64_t per_group = num_rows_ * (split_ ? layout_.partials.parts : 1);
+    const int64_t per_group =
+        follows_ ? layout_.walk.num_parts() : num_rows_ * (split_ ? layout_.partials.parts : 1);
     const auto tasks = [&] { return (problem_.num_heads + heads - 1) / heads * per_group; };
     while (num_threads_ > 1 && heads > kMinGroupHeads && tasks() < kTasksPerThread * num_threads_) {
       heads = std::max(kMinGroupHeads, padded_heads((heads + 1) / 2));
@@ -217,20 +243,90 @@ class Run {
     if (reader.next(&tile)) Prefetcher(shape, tile, 1).finish();
   }
 
+  // All parts of a row or piece into `run`; false when there is no key. `beyond` as in attend().
+  bool attend_parts(const GroupShape& shape, int64_t t, const RowParts& parts, TileReader& beyond,
+                    const SparseMlaScratch& scratch, const HeadState& run) const {
+    TileReader reader(segments_, t, parts, 0, parts.num_parts);
+    bool empty = true;
+    if (parts.num_parts == 1) {
+      attend(shape, reader, beyond, scratch, run, [&] { empty = false; });
+      return !empty;
+    }
+    attend(shape, reader, beyond, scratch, scratch.part, [&] {
+      kernel_.fold(shape.padded_heads, empty, scratch.part, run);
+      empty = false;
+    });
+    return !empty;
+  }
+
+  void finish_group(int64_t t, int64_t group, const GroupShape& shape, bool empty,
+                    const HeadState& run) const {
+    for (int64_t i = 0; i < shape.num_heads; ++i)
+      finish(t, group * group_heads_ + i, empty, run.from_head(i));
+  }
+
   void attend_whole(int64_t t, int64_t group, SparseMlaScratch& scratch) const {
     const GroupShape shape = shape_of(group);
     const RowParts parts = parts_of(t);
-    TileReader reader(segments_, t, parts, 0, parts.num_parts);
     TileReader beyond(segments_, t, parts, 0, 0);
-    fetch_first_tile(shape, reader);
+    fetch_first_tile(shape, TileReader(segments_, t, parts, 0, parts.num_parts));
     load_query(t, group, shape, scratch);
-    bool first = true;
-    attend(shape, reader, beyond, scratch, scratch.part, [&] {
-      kernel_.fold(shape.padded_heads, first, scratch.part, scratch.run);
-      first = false;
-    });
-    for (int64_t i = 0; i < shape.num_heads; ++i)
-      finish(t, group * group_heads_ + i, first, scratch.run.from_head(i));
+    const bool any = attend_parts(shape, t, parts, beyond, scratch, scratch.run);
+    finish_group(t, group, shape, !any, scratch.run);
+  }
+
+  // What part `walked` of the plan has of row t.
+  RowParts piece_of(const WalkedPart& walked, int64_t t) const {
+    const RowParts row = parts_of(t);
+    const int64_t begin = t == walked.first_row ? walked.first_block : 0;
+    const bool is_cut = t == walked.last_row && !walked.ends_row;
+    return row.piece(begin, is_cut ? walked.end_block : row.num_blocks);
+  }
+
+  // The rows of a part of the plan: whole ones to the outputs, pieces to the workspace.
+  void walk_part(const WalkedPart& walked, int64_t group, SparseMlaScratch& scratch) const {
+    const GroupShape shape = shape_of(group);
+    const int64_t head = group * group_heads_;
+    int64_t piece = walked.first_piece;
+    RowParts parts = piece_of(walked, walked.first_row);
+    fetch_first_tile(shape, TileReader(segments_, walked.first_row, parts, 0, parts.num_parts));
+    for (int64_t t = walked.first_row; t <= walked.last_row; ++t) {
+      const int64_t next = std::min<int64_t>(t + 1, walked.last_row);
+      const RowParts next_parts = piece_of(walked, next);
+      TileReader beyond(segments_, next, next_parts, 0, next == t ? 0 : next_parts.num_parts);
+      load_query(t, group, shape, scratch);
+      if (walked.is_piece(t)) {
+        const HeadState state = layout_.partials.state(piece, 0).from_head(head);
+        const bool any = attend_parts(shape, t, parts, beyond, scratch, state);
+        layout_.partials.used_flag(piece, 0, head) = any ? 1 : 0;
+        ++piece;
+      } else {
+        const bool any = attend_parts(shape, t, parts, beyond, scratch, scratch.run);
+        finish_group(t, group, shape, !any, scratch.run);
+      }
+      parts = next_parts;
+    }
+  }
+
+  // The pieces of 8 heads of a split row, in their order.
+  void fold_pieces(const SplitRow& split, int64_t first_head,
+                   const SparseMlaScratch& scratch) const {
+    const int64_t group_head = first_head / group_heads_ * group_heads_;
+    bool empty = true;
+    for (int64_t i = 0; i < split.num_pieces; ++i) {
+      const int64_t piece = split.first_piece + i;
+      if (layout_.partials.used_flag(piece, 0, group_head) == 0) continue;
+      kernel_.fold(kHeadPadding, empty, layout_.partials.state(piece, 0).from_head(first_head),
+                   scratch.run);
+      empty = false;
+    }
+    finish_octet(split.row, first_head, empty, scratch.run);
+  }
+
+  void finish_octet(int64_t t, int64_t first_head, bool empty, const HeadState& run) const {
+    const int64_t end_head = std::min(first_head + kHeadPadding, problem_.num_heads);
+    for (int64_t h = first_head; h < end_head; ++h)
+      finish(t, h, empty, run.from_head(h - first_head));
   }
 
   void attend_part(int64_t t, int64_t group, int64_t part, SparseMlaScratch& scratch) const {
@@ -258,9 +354,7 @@ class Run {
                    scratch.run);
       first = false;
     }
-    const int64_t end_head = std::min(first_head + kHeadPadding, problem_.num_heads);
-    for (int64_t h = first_head; h < end_head; ++h)
-      finish(t, h, first, scratch.run.from_head(h - first_head));
+    finish_octet(t, first_head, first, scratch.run);
   }
 
   void finish(int64_t t, int64_t h, bool empty, const HeadState& state) const {
@@ -293,6 +387,7 @@ class Run {
   Accessor<float, 2> max_logits_;
   Layout layout_;
   bool split_ = false;
+  bool follows_ = false;  // a split plan that fits these lengths
   int64_t group_heads_ = 0;
   int64_t num_groups_ = 0;
 };

@@ -6,7 +6,8 @@
 #include "src/mla/sparse_mla_cache.h"
 
 /// How the SIMD implementations of sparse_mla cut a row's key list: slots into blocks of 64, blocks
-/// into parts, the valid slots of a part into tiles. Everything here depends on the row alone.
+/// into parts, the valid slots of a part into tiles. Everything here depends on the row alone, or
+/// on the piece of it that a split plan gives.
 namespace fovea::internal {
 
 inline constexpr int64_t kBlockSlots = 64;
@@ -16,7 +17,8 @@ inline constexpr int64_t kTileKeys = 64;
 inline constexpr int64_t kPartBlocks = 4;
 inline constexpr int64_t kMaxParts = 16;
 
-/// The parts of one row: contiguous ranges of its blocks, primary blocks first.
+/// The parts of one row, or of a piece of it: contiguous ranges of its blocks, primary blocks
+/// first.
 struct RowParts {
   int64_t primary_slots = 0;
   int64_t primary_blocks = 0;
@@ -24,25 +26,43 @@ struct RowParts {
   int64_t num_blocks = 0;
   int64_t num_parts = 0;
   int64_t blocks_per_part = 0;  // 0: boundaries by fixed_splits
+  int64_t begin_block = 0;      // of the piece that is cut; the whole row by default
+  int64_t end_block = 0;
 
   RowParts(int64_t slots0, int64_t slots1, int64_t fixed_splits)
       : primary_slots(slots0),
         primary_blocks((slots0 + kBlockSlots - 1) / kBlockSlots),
         extra_slots(slots1),
-        num_blocks(primary_blocks + (slots1 + kBlockSlots - 1) / kBlockSlots) {
+        num_blocks(primary_blocks + (slots1 + kBlockSlots - 1) / kBlockSlots),
+        end_block(num_blocks) {
     if (fixed_splits > 0) {
       // With more parts than blocks every block is a part of its own; the rest are empty.
       num_parts = std::min(fixed_splits, num_blocks);
     } else {
-      blocks_per_part = std::max(kPartBlocks, (num_blocks + kMaxParts - 1) / kMaxParts);
-      num_parts = (num_blocks + blocks_per_part - 1) / blocks_per_part;
+      cut_piece();
     }
+  }
+
+  /// The same for the blocks [begin, end) alone, clamped to those of the row.
+  RowParts piece(int64_t begin, int64_t end) const {
+    RowParts parts = *this;
+    parts.begin_block = std::min(begin, num_blocks);
+    parts.end_block = std::clamp(end, parts.begin_block, num_blocks);
+    parts.cut_piece();
+    return parts;
   }
 
   /// First block of a part; of num_parts: the end.
   int64_t first_block(int64_t part) const {
     if (blocks_per_part == 0) return num_blocks * part / num_parts;
-    return std::min(num_blocks, part * blocks_per_part);
+    return std::min(end_block, begin_block + part * blocks_per_part);
+  }
+
+ private:
+  void cut_piece() {
+    const int64_t blocks = end_block - begin_block;
+    blocks_per_part = std::max(kPartBlocks, (blocks + kMaxParts - 1) / kMaxParts);
+    num_parts = (blocks + blocks_per_part - 1) / blocks_per_part;
   }
 };
 

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <limits>
 
+#include "fovea/metadata.h"
 #include "fovea/numeric.h"
 
 namespace fovea::test {
@@ -258,7 +259,24 @@ SparseMlaProblem SparseMlaCase::problem() const {
   if (spec_.q_code_scale > 0) problem.q_scale = spec_.q_code_scale;
   problem.k_scale = spec_.k_scale;
   problem.fixed_splits = spec_.fixed_splits;
+  problem.split_parts = spec_.split_parts;
   return problem;
+}
+
+StridedTensor SparseMlaCase::schedule(int64_t begin, int64_t end, StridedTensor* indptr) const {
+  StridedTensor lengths(DType::kI32, {end - begin}, {0}, 0);
+  for (int64_t t = begin; t < end; ++t) {
+    lengths.at<int32_t>({t - begin}) = spec_.primary.lengths
+                                           ? caches_[0].length.at<int32_t>({t})
+                                           : static_cast<int32_t>(spec_.primary.topk);
+  }
+  StridedTensor lines(DType::kI32, {spec_.split_parts, 8}, {0, 3}, 0x7F);
+  *indptr = StridedTensor(DType::kI32, {end - begin + 1}, {0}, 0x7F);
+  const SplitSchedule plan =
+      SplitSchedule::plan({end - begin, spec_.split_parts}, Device::cpu(1), {"ref"});
+  HostBuffer scratch(plan.workspace_bytes());
+  plan.run({lengths.view(), lines.view(), indptr->view()}, scratch.workspace());
+  return lines;
 }
 
 SparseMlaTensors SparseMlaCase::tensors(int64_t begin, int64_t end, Buffers& buffers) const {
@@ -278,6 +296,12 @@ SparseMlaTensors SparseMlaCase::tensors(int64_t begin, int64_t end, Buffers& buf
     if (spec_.extra.lengths)
       tensors.extra_topk_length = slice_rows(caches_[1].length.view(), begin, end);
   }
+  if (spec_.split_parts > 0) {
+    buffers.schedule = schedule(begin, end, &buffers.indptr);
+    tensors.split_schedule =
+        schedule_override.view().defined() ? schedule_override.view() : buffers.schedule.view();
+    tensors.split_indptr = buffers.indptr.view();
+  }
   tensors.out = buffers.out.view();
   tensors.lse = buffers.lse.view();
   tensors.max_logits = buffers.max_logits.view();
@@ -287,9 +311,12 @@ SparseMlaTensors SparseMlaCase::tensors(int64_t begin, int64_t end, Buffers& buf
 Outputs SparseMlaCase::run(const SparseMlaProblem& problem, const SparseMlaTensors& tensors,
                            const Options& options, int threads) {
   const SparseMla plan = SparseMla::plan(problem, Device::cpu(threads), options);
-  HostBuffer scratch(plan.workspace_bytes());
-  if (scratch.bytes() > 0) std::memset(scratch.data(), 0xFF, scratch.bytes());
-  plan.run(tensors, scratch.workspace());
+  // Whole lines of 64 bytes, so that the workspace is aligned and ends at a guard page.
+  const size_t bytes = plan.workspace_bytes();
+  EXPECT_EQ(bytes % 64, 0u);
+  GuardedMemory scratch(bytes);
+  if (bytes > 0) std::memset(scratch.data(), 0xFF, bytes);
+  plan.run(tensors, Workspace{scratch.data(), bytes});
   Outputs outputs;
   outputs.out = to_doubles(tensors.out);
   outputs.lse = to_doubles(tensors.lse);

@@ -65,6 +65,7 @@ struct CaseSpec {
   bool sink = false;
   float logit_cap = 0;
   int64_t fixed_splits = 0;
+  int64_t split_parts = 0;  // with the schedule of the lengths
   EmptyLse empty_lse = EmptyLse::kNegInf;
   double invalid_share = 0.2;  // of the slots
   float q_scale = 1.0f;
@@ -114,6 +115,11 @@ class SparseMlaCase {
   /// Allocations of a run after a first one.
   int64_t count_allocations(const Options& options, int threads);
 
+  /// The schedule of rows [begin, end), rows 3 elements further apart than needed.
+  StridedTensor schedule(int64_t begin, int64_t end, StridedTensor* indptr) const;
+  /// When defined, what runs get in place of their own schedule.
+  StridedTensor schedule_override;
+
   StridedTensor q, sink;
 
  private:
@@ -123,7 +129,7 @@ class SparseMlaCase {
     std::vector<double> keys;  // [S, Dqk]; NaN where unreferenced
   };
   struct Buffers {
-    StridedTensor out, lse, max_logits;
+    StridedTensor out, lse, max_logits, schedule, indptr;
   };
   SparseMlaTensors tensors(int64_t begin, int64_t end, Buffers& buffers) const;
   static Outputs run(const SparseMlaProblem& problem, const SparseMlaTensors& tensors,
