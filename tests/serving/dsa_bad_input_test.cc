@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstring>
 #include <functional>
 #include <limits>
 #include <string>
@@ -13,6 +14,7 @@
 #include "fovea/dsa_backend.h"
 #include "fovea/error.h"
 #include "fovea/index_logits.h"
+#include "fovea/metadata_check.h"
 #include "fovea/mha_varlen.h"
 #include "fovea/numeric.h"
 #include "fovea/row_codec.h"
@@ -305,6 +307,47 @@ TEST(DsaBadInput, StoresBeyondThePoolAreSkipped) {
   EXPECT_EQ(to_doubles(pool), before);
 }
 
+// What was masked is reported on request, with its place.
+MetadataReport report_of(const std::vector<int32_t>& seq_len, const std::vector<int32_t>& slots,
+                         const std::vector<int32_t>& store_slots) {
+  const MetadataCheck check = MetadataCheck::plan({.mode = kDecode,
+                                                   .max_requests = 2,
+                                                   .max_rows = 2,
+                                                   .table_width = 4,
+                                                   .page_size = 1,
+                                                   .capacity = 9},
+                                                  Device::cpu(1));
+  Tensor word(DType::kI32, {8});
+  run(check, {.seq_len = Tensor::i32({2}, seq_len),
+              .pool_row = Tensor::i32({2}, {0, 1}),
+              .req_to_token = Tensor::i32({2, 4}, slots),
+              .ext_len = {},
+              .out_cache_loc = Tensor::i32({2}, store_slots),
+              .topk_indices = {},
+              .error_word = word});
+  MetadataReport report;
+  static_assert(sizeof report == 32);
+  std::memcpy(&report, word.data<int32_t>(), sizeof report);
+  return report;
+}
+
+TEST(DsaBadInput, MaskedContentsAreReportedWithTheirPlace) {
+  const std::vector<int32_t> slots = {1, 2, 3, 4, 5, 6, 7, 8};
+  EXPECT_EQ(report_of({2, 3}, slots, {2, 7}).fault, MetadataFault::kNone);
+
+  const MetadataReport slot = report_of({2, 3}, {1, 2, 3, 4, 5, 6, 9, 8}, {2, 7});
+  EXPECT_EQ(slot.fault, MetadataFault::kSlotRange);
+  EXPECT_EQ((std::vector<int32_t>{slot.request, slot.position, slot.value, slot.limit}),
+            (std::vector<int32_t>{1, 2, 9, 9}));
+
+  const MetadataReport negative = report_of({2, -3}, slots, {2, 7});
+  EXPECT_EQ(negative.fault, MetadataFault::kNegativeLength);
+  EXPECT_EQ(negative.request, 1);
+  EXPECT_EQ(report_of({0, 3}, slots, {2, 7}).fault, MetadataFault::kRowsOverLength);
+  EXPECT_EQ(report_of({2, 5}, slots, {2, 7}).fault, MetadataFault::kLengthOverWidth);
+  EXPECT_EQ(report_of({2, 3}, slots, {2, 9}).fault, MetadataFault::kStoreSlot);
+}
+
 TEST(DsaBadInput, LengthsBeyondTheTableAndMoreRowsOrRequestsThanPlanned) {
   static constexpr int32_t kLong[] = {129, 11};
   expect_step_refused({"request 0", "host_seq_len = 129", "table_width = 128"},
@@ -315,6 +358,35 @@ TEST(DsaBadInput, LengthsBeyondTheTableAndMoreRowsOrRequestsThanPlanned) {
   const Tensor many(DType::kI32, {most + 1});
   expect_step_refused({"seq_len.shape[0] = " + std::to_string(most + 1)},
                       [&](auto& batch, auto&) { batch.seq_len = many; });
+}
+
+TEST(DsaBadInput, BucketsBeyondTheConfigurationAndBatchesBeyondTheirBucket) {
+  DsaConfig config = tiny();
+  config.rows_per_request = 3;
+  DsaRig rig(config, 1);
+  const auto make = [&](ForwardMode mode, int64_t requests, int64_t rows) {
+    return rig.backend().make_step_plan({mode, requests, rows});
+  };
+  const int64_t most = config.max_requests;
+  expect_error({"bucket.num_requests = " + std::to_string(most + 1)},
+               [&] { make(kDecode, most + 1, 1); });
+  expect_error({"bucket.rows_per_request = 2"}, [&] { make(kDecode, 1, 2); });
+  expect_error({"bucket.rows_per_request = 4"}, [&] { make(ForwardMode::kTargetVerify, 1, 4); });
+  expect_error({"bucket.mode = extend"}, [&] { make(kExtend, 1, 1); });
+
+  rig.step(kExtend, {{0, 9}, {1, 9}});
+  DsaStepPlan small = make(kDecode, 1, 1), verify = make(ForwardMode::kTargetVerify, 2, 3);
+  StepOptions options;
+  int seen = 0;
+  options.adjust = [&](ForwardBatch& batch, DsaForwardTensors&) {
+    expect_error({"seq_len.shape[0] = 2", "num_requests = 1"},
+                 [&] { rig.backend().begin_step(batch, &small); });
+    expect_error({"mode = decode", "target_verify"},
+                 [&] { rig.backend().begin_step(batch, &verify); });
+    ++seen;
+  };
+  rig.step(kDecode, {{0, 1}, {1, 1}}, options);
+  EXPECT_EQ(seen, 1);
 }
 
 TEST(DsaBadInput, AScheduleForOtherWorkersOrGroups) {
