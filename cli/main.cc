@@ -167,12 +167,14 @@ void add_replay(CLI::App& app, ReplayVerbOptions* options) {
   verb->add_option("--seed", options->seed, "Seed of everything random")
       ->check(kNotNegative)
       ->capture_default_str();
-  for (const char* name : {"--draft-tokens", "--accept", "--draft-mode"}) {
-    verb->add_option_function<std::string>(
-            name, [options, name](const std::string&) { options->draft_options.push_back(name); },
-            "Speculative decoding: not in this build yet")
-        ->group("Later");
-  }
+  verb->add_option("--draft-tokens", options->replay.draft_tokens,
+                   "Speculative decoding: tokens drafted per request and round, 1 to 7")
+      ->check(CLI::Range(int64_t{1}, kMaxDraftTokens));
+  verb->add_option("--accept", options->accept,
+                   "Chance that a drafted token is accepted, 0 to 1; default 0.7")
+      ->check(CLI::Range(0.0, 1.0));
+  verb->add_option("--draft-mode", options->draft_mode,
+                   "v1: draft extend of the accepted rows (default); v2: of every verified row");
   verb->add_flag("--graph", options->graph, "Captured graphs: not in this build yet")
       ->group("Later");
   verb->add_option("--json", options->json_path, "Write the result as JSON");

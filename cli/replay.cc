@@ -25,11 +25,16 @@ void check_model(const std::string& model) {
 }
 
 void refuse_later_options(const ReplayVerbOptions& options) {
-  if (!options.draft_options.empty()) {
-    throw UsageError(options.draft_options.front() +
-                     ": speculative decoding is not in this build yet");
-  }
   if (options.graph) throw UsageError("--graph: captured graphs are not in this build yet");
+}
+
+// Both mean nothing without drafts.
+void set_draft_options(const ReplayVerbOptions& options, ReplayOptions* result) {
+  const bool drafts = result->draft_tokens > 0;
+  if (options.accept && !drafts) throw UsageError("--accept needs --draft-tokens");
+  if (options.draft_mode && !drafts) throw UsageError("--draft-mode needs --draft-tokens");
+  if (options.accept) result->accept = *options.accept;
+  if (options.draft_mode) result->draft_mode = parse_draft_mode(*options.draft_mode);
 }
 
 ReplayOptions library_options(const ReplayVerbOptions& options) {
@@ -38,6 +43,7 @@ ReplayOptions library_options(const ReplayVerbOptions& options) {
   result.implementation = options.settings.implementation;
   try {
     result.arrivals = parse_arrivals(options.arrivals);
+    set_draft_options(options, &result);
   } catch (const Error& error) {
     throw UsageError(error.what());
   }
@@ -81,6 +87,35 @@ void print_operators(const ReplayResult& result) {
   }
 }
 
+void print_modes(const ReplayResult& result) {
+  fmt::print("\n{:<18} {:>8} {:>10} {:>10}\n", "step", "count", "rows", "ms");
+  for (const StepKindTotals& totals : step_kind_totals(result)) {
+    fmt::print("{:<18} {:>8} {:>10} {:>10.1f}\n", to_string(totals.kind), totals.count, totals.rows,
+               totals.ms);
+  }
+  fmt::print("\n{:<18} {:<10} {:>8} {:>10} {:>10}\n", "forward mode", "model", "batches", "rows",
+             "ms");
+  for (const ReplayMode& mode : result.modes) {
+    fmt::print("{:<18} {:<10} {:>8} {:>10} {:>10.1f}\n", to_string(mode.mode),
+               mode.draft ? "draft" : "target", mode.steps, mode.rows, mode.ms);
+  }
+}
+
+void print_drafts(const ReplayResult& result) {
+  if (!result.drafts) return;
+  const ReplayDrafts& drafts = *result.drafts;
+  std::string lengths;
+  for (const int64_t count : drafts.accepted_lengths) {
+    lengths += (lengths.empty() ? "" : ", ") + std::to_string(count);
+  }
+  fmt::print(
+      "drafts      {} a round ({}), {} rounds: {} drafted, {} decided, {} accepted, rate {:.3f}\n",
+      result.options.draft_tokens, to_string(result.options.draft_mode), drafts.rounds,
+      drafts.drafted, drafts.decided, drafts.accepted, drafts.rate);
+  fmt::print("            verifications with 0, 1, ... accepted: {}; {} rows rolled back\n",
+             lengths, drafts.rolled_back_rows);
+}
+
 void print_check(const ReplayResult& result) {
   const CheckSummary& check = result.check;
   if (check.rows == 0) return;
@@ -115,8 +150,10 @@ void print_summary(const ReplayResult& result) {
              result.prefill_tokens_per_s, result.decode_tokens_per_s);
   fmt::print("steps       {}: p50 {:.2f} ms, p90 {:.2f} ms, p99 {:.2f} ms\n", result.steps.size(),
              result.step_p50_ms, result.step_p90_ms, result.step_p99_ms);
+  print_drafts(result);
   fmt::print("digest      selection {:016x}, output {:016x} over {} rows\n",
              result.digest_selection, result.digest_output, result.digest_rows);
+  print_modes(result);
   print_operators(result);
   print_check(result);
 }

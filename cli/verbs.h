@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -80,7 +81,8 @@ struct ReplayVerbOptions {
   std::string format = "auto";
   std::string arrivals = "asap";
   int64_t seed = 0;
-  std::vector<std::string> draft_options;  ///< Options of speculative decoding that were given.
+  std::optional<double> accept;
+  std::optional<std::string> draft_mode;
   bool graph = false;
   std::string json_path;
   std::string report_path;

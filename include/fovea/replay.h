@@ -10,6 +10,7 @@
 #include "fovea/ceilings.h"
 #include "fovea/device.h"
 #include "fovea/export.h"
+#include "fovea/metadata.h"
 #include "fovea/trace.h"
 
 /// Replay of a request trace through a serving backend: continuous batching, paged caches with
@@ -28,15 +29,33 @@ FOVEA_API std::string_view to_string(Arrivals arrivals) noexcept;
 /// Parses those words. Throws Error(kInvalidArgument) listing them.
 FOVEA_API Arrivals parse_arrivals(std::string_view text);
 
+/// How the draft model catches up after a verification.
+enum class DraftMode : uint8_t {
+  kV1,  ///< DRAFT_EXTEND: the rows that stay, a number that differs from request to request.
+  kV2,  ///< DRAFT_EXTEND_V2: every verified row; rejected ones are overwritten later.
+};
+
+/// "v1", "v2".
+FOVEA_API std::string_view to_string(DraftMode mode) noexcept;
+
+/// Parses those words. Throws Error(kInvalidArgument) listing them.
+FOVEA_API DraftMode parse_draft_mode(std::string_view text);
+
+/// Largest ReplayOptions::draft_tokens.
+inline constexpr int64_t kMaxDraftTokens = 7;
+
 /// Cost of a step on the virtual clock, never measured:
 ///   ms = token_scale * (prefill_rows * prefill_ms_per_row
-///                       + (decode_rows > 0 ? decode_step_ms : 0) + decode_rows *
-///                       decode_ms_per_row)
-/// One replayed token stands for token_scale tokens, hence the factor.
+///                       + (decode_rows > 0 ? decode_step_ms : 0)
+///                       + decode_rows * decode_ms_per_row
+///                       + draft_forwards * draft_forward_ms)
+/// One replayed token stands for token_scale tokens, hence the factor. A round of drafts has
+/// draft_tokens + 1 decode rows per request and draft_tokens forwards of the draft model.
 struct VirtualCostModel {
   double prefill_ms_per_row = 0.05;
   double decode_step_ms = 20;
   double decode_ms_per_row = 0.1;
+  double draft_forward_ms = 1;
 };
 
 struct ReplayOptions {
@@ -55,7 +74,11 @@ struct ReplayOptions {
   int64_t cache_tokens =
       0;  ///< Capacity of the cache; 0: enough for the whole trace, at most 4 GiB.
   bool prefix_sharing = true;
-  bool mixed = false;  ///< Decode rows join prefill chunks.
+  bool mixed = false;        ///< Decode rows join prefill chunks; such a step drafts nothing.
+  int64_t draft_tokens = 0;  ///< D, tokens drafted per request and round, 1..kMaxDraftTokens; 0: no
+                             ///< speculative decoding.
+  double accept = 0.7;       ///< Chance that a drafted token is accepted if those before it were.
+  DraftMode draft_mode = DraftMode::kV1;
   Arrivals arrivals = Arrivals::kAsap;
   bool spread_arrivals = false;  ///< Requests with equal timestamps are spread, seeded, over the
                                  ///< time to the next one.
@@ -71,7 +94,7 @@ struct ReplayOptions {
 /// One simulated layer.
 struct ReplayLayer {
   int64_t id = 0;
-  std::string kind;  ///< "dsa"
+  std::string kind;  ///< "dsa", or "draft" for the layer of the draft model
   double ms = 0;     ///< Time of its forward calls.
   int64_t checked_rows = 0;
 };
@@ -90,9 +113,15 @@ struct ReplayOperator {
                                          ///< ceilings.
 };
 
-enum class StepKind : uint8_t { kPrefill, kDecode, kMixed };
+enum class StepKind : uint8_t {
+  kPrefill,
+  kDecode,  ///< One row of every running request.
+  kMixed,
+  kVerify,  ///< A round of drafts: draft steps, verification, draft extend.
+  kIdle,    ///< No request runs: the server waits for an arrival.
+};
 
-/// "prefill", "decode", "mixed".
+/// "prefill", "decode", "mixed", "verify", "idle".
 FOVEA_API std::string_view to_string(StepKind kind) noexcept;
 
 /// One step of the run, for charts.
@@ -104,11 +133,36 @@ struct ReplayStep {
   int64_t running = 0;    ///< Requests holding pages during the step.
   int64_t waiting = 0;    ///< Arrived requests not running (preempted ones included).
   int64_t prefill_tokens = 0;
-  int64_t decode_tokens = 0;
-  int64_t pages_used = 0;    ///< Pages held by requests during the step.
-  int64_t pages_cached = 0;  ///< Published pages that nobody holds.
-  int64_t hit_tokens = 0;    ///< Prompt tokens found in the cache by requests admitted in the step.
-  int64_t preempted = 0;     ///< Requests preempted to form the step.
+  int64_t decode_tokens = 0;  ///< Decode rows that stay: one per generated token.
+  int64_t pages_used = 0;     ///< Pages held by requests during the step.
+  int64_t pages_cached = 0;   ///< Published pages that nobody holds.
+  int64_t hit_tokens = 0;   ///< Prompt tokens found in the cache by requests admitted in the step.
+  int64_t preempted = 0;    ///< Requests preempted to form the step.
+  int64_t verify_rows = 0;  ///< kVerify: rows of the target model, rejected ones included.
+};
+
+/// What one forward mode added up to, on the target's layers or on the draft model's.
+struct ReplayMode {
+  ForwardMode mode = ForwardMode::kExtend;
+  bool draft = false;  ///< Of the draft model.
+  int64_t steps = 0;   ///< Batches; a draft chain counts each of its steps.
+  int64_t rows = 0;    ///< Without padding.
+  double ms = 0;       ///< Metadata and forwards. A batch that both models run counts its metadata
+                       ///< for the target.
+};
+
+/// Speculative decoding, summed over the run.
+struct ReplayDrafts {
+  int64_t rounds = 0;         ///< Steps of kind kVerify.
+  int64_t verifications = 0;  ///< Requests of all rounds.
+  int64_t drafted = 0;        ///< Drafted tokens: draft_tokens per verification.
+  int64_t decided = 0;   ///< Of those, accepted or first to be rejected; the others lie behind a
+                         ///< rejected one or past the end of the output.
+  int64_t accepted = 0;  ///< Drafted tokens that became output.
+  double rate = 0;       ///< accepted / decided: what ReplayOptions::accept asks for.
+  int64_t rolled_back_rows = 0;  ///< Rows of the verifications that did not stay.
+  /// Verifications by accepted tokens, 0..draft_tokens.
+  std::vector<int64_t> accepted_lengths;
 };
 
 enum class RequestOutcome : uint8_t { kCompleted, kRejected };
@@ -132,7 +186,7 @@ struct CheckFailure {
   int64_t request = 0;
   int64_t position = 0;
   int64_t layer = 0;
-  std::string layer_kind;  ///< "dsa"
+  std::string layer_kind;  ///< "dsa" or "draft"
   std::string op;          ///< The operator whose result was wrong: "index_select" or "sparse_mla".
   std::string kind;        ///< "selection", "output" or "lse".
   std::string detail;
@@ -200,8 +254,8 @@ struct ReplayResult {
   uint64_t digest_output = 0;
   int64_t digest_rows = 0;
 
-  int64_t prefill_rows = 0;  ///< Rows computed by prefill, recomputation included.
-  int64_t decode_rows = 0;
+  int64_t prefill_rows = 0;     ///< Rows computed by prefill, recomputation included.
+  int64_t decode_rows = 0;      ///< Decode rows that stay: one per generated token.
   int64_t recomputed_rows = 0;  ///< Of those, rows computed before and lost to preemption.
   double prefill_tokens_per_s = 0;
   double decode_tokens_per_s = 0;
@@ -212,12 +266,25 @@ struct ReplayResult {
 
   std::vector<ReplayLayer> layers;
   std::vector<ReplayOperator> ops;
+  std::vector<ReplayMode> modes;       ///< In the order in which they first ran.
+  std::optional<ReplayDrafts> drafts;  ///< With draft_tokens > 0.
   std::vector<ReplayStep> steps;
   std::vector<ReplayRequest> requests;
 
   /// No mismatch; `fovea replay` exits 0, else 1.
   bool ok() const noexcept { return check.mismatches == 0; }
 };
+
+/// The steps of one kind.
+struct StepKindTotals {
+  StepKind kind = StepKind::kPrefill;
+  int64_t count = 0;
+  int64_t rows = 0;  ///< That stay.
+  double ms = 0;     ///< Sum of step_ms.
+};
+
+/// Of the kinds that ran, in the order of StepKind.
+FOVEA_API std::vector<StepKindTotals> step_kind_totals(const ReplayResult& result);
 
 struct ReplayProgress {
   std::string_view phase;  ///< "replay" or "check"
@@ -237,7 +304,7 @@ FOVEA_API std::vector<std::string> replay_models();
 
 /// Runs a trace. The composition of every step is a pure function of trace, options and seed.
 /// Digests are equal for any thread count, chunk, batch, page and sharing when
-/// options.deterministic.
+/// options.deterministic, and with and without drafts of any number, mode and acceptance.
 ///
 /// Throws Error(kInvalidArgument) naming the option before anything runs: unknown model (lists what
 /// exists), tp that does not divide the heads, scale that does not divide 512, values below their

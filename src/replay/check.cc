@@ -69,7 +69,7 @@ void RowChecker::fail(const CheckSample& sample, const char* op, const char* kin
   failure.request = inputs_.workload().request(sample.row.request).trace_row;
   failure.position = sample.row.position;
   failure.layer = layers_[static_cast<size_t>(sample.row.layer)];
-  failure.layer_kind = inputs_.model().layer_kinds[static_cast<size_t>(failure.layer)];
+  failure.layer_kind = inputs_.model().layer_kind(failure.layer);
   failure.op = op;
   failure.kind = kind;
   failure.detail = std::move(detail);

@@ -1,6 +1,7 @@
 #include "src/replay/engine.h"
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 
 #include "fovea/sparse_mla.h"
@@ -18,6 +19,12 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
+// Of one forward call, padding included.
+int64_t max_rows(const EngineConfig& config) {
+  const int64_t round_rows = config.max_requests * (config.draft_tokens + 1);
+  return std::max(config.max_rows, config.draft_tokens > 0 ? round_rows : int64_t{1});
+}
+
 DsaConfig backend_config(const EngineConfig& config, const RowInputs& inputs) {
   const ModelSpec& model = inputs.model();
   DsaConfig result;
@@ -33,7 +40,8 @@ DsaConfig backend_config(const EngineConfig& config, const RowInputs& inputs) {
   result.index_rope_style = model.index_rope_style;
   result.hadamard = model.hadamard;
   result.max_requests = config.max_requests;
-  result.max_rows = config.max_rows;
+  result.max_rows = max_rows(config);
+  result.rows_per_request = config.draft_tokens + 1;
   result.table_width = config.table_width;
   result.deterministic = config.deterministic;
   result.implementation = config.implementation;
@@ -52,10 +60,6 @@ size_t bytes_of(int64_t rows, int64_t width, DType dtype) {
 template <class T>
 std::span<T> row_of(HostBuffer& buffer, int64_t row, int64_t width) {
   return {static_cast<T*>(buffer.data()) + row * width, static_cast<size_t>(width)};
-}
-
-ConstTensorView i32_view(const std::vector<int32_t>& values) {
-  return make_tensor(values.data(), DType::kI32, {static_cast<int64_t>(values.size())});
 }
 
 // Makes one entry of a request's page table point to a page with other tokens while it lives.
@@ -135,6 +139,14 @@ void add_call(const OperatorCall& call, const std::string& layer_kind,
 struct Engine::StepResult {
   EngineTotals totals;
   std::vector<CheckSample> samples;
+  double attention_s = 0;
+
+  ReplayMode& mode(ForwardMode mode, bool draft) {
+    for (ReplayMode& known : totals.modes) {
+      if (known.mode == mode && known.draft == draft) return known;
+    }
+    return totals.modes.emplace_back(ReplayMode{mode, draft});
+  }
 };
 
 Engine::Engine(const EngineConfig& config, const RowInputs& inputs, const RunPlan& plan,
@@ -143,12 +155,16 @@ Engine::Engine(const EngineConfig& config, const RowInputs& inputs, const RunPla
       inputs_(inputs),
       plan_(plan),
       digest_from_(std::move(digest_from)),
+      num_target_layers_(static_cast<int64_t>(config.layers.size()) -
+                         (config.draft_tokens > 0 ? 1 : 0)),
       backend_(backend_config(config, inputs), config.device),
       kv_pool_(pool_config(config, inputs.model().row_format, kRowWidth), config.device),
       index_pool_(pool_config(config, RowFormat::kI132, inputs.model().index_dim), config.device),
-      reader_(config.num_pages, config.page_size, config.device.num_threads) {
+      reader_(config.num_pages, config.page_size, config.device.num_threads),
+      rows_(inputs.workload(), config.page_size),
+      chain_rows_(static_cast<size_t>(std::max<int64_t>(config.draft_tokens - 1, 0)), rows_) {
   const ModelSpec& model = inputs.model();
-  const int64_t rows = config.max_rows;
+  const int64_t rows = max_rows(config);
   const int64_t heads = inputs.num_heads();
   q_.reserve(bytes_of(rows, heads * kRowWidth, DType::kBf16));
   k_.reserve(bytes_of(rows, kRowWidth, DType::kBf16));
@@ -169,71 +185,26 @@ Engine::Engine(const EngineConfig& config, const RowInputs& inputs, const RunPla
   backend_.set_profile(&calls_);
 }
 
-void Engine::list_rows(const Scheduler& scheduler, const StepBatch& batch) {
-  rows_.clear();
-  seq_len_.clear();
-  pool_row_.clear();
-  ext_len_.clear();
-  positions_.clear();
-  out_cache_loc_.clear();
-  for (size_t e = 0; e < batch.entries.size(); ++e) {
-    const StepEntry& entry = batch.entries[e];
-    const std::vector<int32_t>& pages = scheduler.state(entry.request).pages;
-    seq_len_.push_back(static_cast<int32_t>(entry.end));
-    pool_row_.push_back(entry.pool_row);
-    ext_len_.push_back(static_cast<int32_t>(entry.end - entry.begin));
-    for (int64_t p = entry.begin; p < entry.end; ++p) {
-      rows_.push_back({static_cast<int64_t>(e), p});
-      positions_.push_back(static_cast<int32_t>(p));
-      const int64_t page = pages[static_cast<size_t>(p / config_.page_size)];
-      out_cache_loc_.push_back(
-          static_cast<int32_t>(page * config_.page_size + p % config_.page_size));
-    }
-  }
-}
-
-void Engine::begin_step(const RequestTable& table, const StepBatch& batch) {
-  ForwardBatch forward;
-  const bool decode = batch.facts.kind == StepKind::kDecode;
-  forward.mode = decode                                   ? ForwardMode::kDecode
-                 : batch.facts.kind == StepKind::kPrefill ? ForwardMode::kExtend
-                                                          : ForwardMode::kMixed;
-  forward.seq_len = i32_view(seq_len_);
-  forward.pool_row = i32_view(pool_row_);
-  forward.req_to_token = table.view();
-  forward.positions = i32_view(positions_);
-  forward.out_cache_loc = i32_view(out_cache_loc_);
-  forward.num_rows = static_cast<int64_t>(rows_.size());
-  forward.host_seq_len = seq_len_;
-  if (!decode) {
-    forward.ext_len = i32_view(ext_len_);
-    forward.host_ext_len = ext_len_;
-  }
-  backend_.begin_step(forward);
-}
-
-void Engine::generate(int64_t layer, const StepBatch& batch) {
+// Rows of padding keep what an earlier call left there.
+void Engine::generate(int64_t layer, const StepBatch& batch, const std::vector<StepRow>& rows) {
   const ModelSpec& model = inputs_.model();
-  const Workload& workload = inputs_.workload();
-  ParallelFor(static_cast<int64_t>(rows_.size()), 4, [&](int64_t begin, int64_t end, int) {
+  ParallelFor(static_cast<int64_t>(rows.size()), 4, [&](int64_t begin, int64_t end, int) {
     for (int64_t t = begin; t < end; ++t) {
-      const StepRow& row = rows_[static_cast<size_t>(t)];
-      const int64_t request = batch.entries[static_cast<size_t>(row.entry)].request;
-      const uint64_t token = workload.token_id(request, row.position);
-      inputs_.query(layer, request, row.position,
-                    row_of<bf16_t>(q_, t, inputs_.num_heads() * kRowWidth));
-      inputs_.latent_key(layer, token, row_of<bf16_t>(k_, t, kRowWidth));
-      inputs_.index_query(layer, request, row.position,
+      const StepRow& row = rows[static_cast<size_t>(t)];
+      const RowToken token{batch.entries[static_cast<size_t>(row.entry)].request, row.position,
+                           row.token_id};
+      inputs_.query(layer, token, row_of<bf16_t>(q_, t, inputs_.num_heads() * kRowWidth));
+      inputs_.latent_key(layer, row.token_id, row_of<bf16_t>(k_, t, kRowWidth));
+      inputs_.index_query(layer, token,
                           row_of<bf16_t>(index_q_, t, model.index_heads * model.index_dim));
-      inputs_.index_key(layer, token, row_of<bf16_t>(index_k_, t, model.index_dim));
-      inputs_.head_gate(layer, token, row_of<float>(head_gate_, t, model.index_heads));
+      inputs_.index_key(layer, row.token_id, row_of<bf16_t>(index_k_, t, model.index_dim));
+      inputs_.head_gate(layer, row.token_id, row_of<float>(head_gate_, t, model.index_heads));
     }
   });
 }
 
-DsaForwardTensors Engine::tensors(int64_t layer_index) {
+DsaForwardTensors Engine::tensors(int64_t layer_index, int64_t rows) {
   const ModelSpec& model = inputs_.model();
-  const auto rows = static_cast<int64_t>(rows_.size());
   const int64_t heads = inputs_.num_heads();
   const auto l = static_cast<size_t>(layer_index);
   DsaForwardTensors result;
@@ -254,20 +225,147 @@ DsaForwardTensors Engine::tensors(int64_t layer_index) {
   return result;
 }
 
-void Engine::read_layer(int64_t layer_index, const StepBatch& batch, const RequestTable& table,
+void Engine::add_calls(const std::string& layer_kind, StepResult* result) {
+  for (const OperatorCall& call : calls_) {
+    add_call(call, layer_kind, config_.ceilings, &result->totals.operators);
+  }
+  calls_.clear();
+}
+
+void Engine::read_layer(const LayerCall& call, const StepBatch& batch, const RequestTable& table,
                         StepResult* result) {
-  const DsaForwardTensors outputs = tensors(layer_index);
+  const DsaForwardTensors outputs = tensors(call.layer_index, call.rows->num_padded_rows());
   LayerRows layer;
-  layer.layer_index = layer_index;
-  layer.layer = config_.layers[static_cast<size_t>(layer_index)];
+  layer.layer_index = call.layer_index;
+  layer.layer = config_.layers[static_cast<size_t>(call.layer_index)];
   layer.indices = outputs.indices;
   layer.out = outputs.out;
   layer.lse = outputs.lse;
-  layer.rows = rows_;
+  layer.rows = call.rows->rows();
   layer.batch = &batch;
   layer.req_to_token = table.view();
-  result->totals.digest += reader_.digest(layer, digest_from_, inputs_.workload());
+  if (!is_draft(call.layer_index)) {
+    result->totals.digest += reader_.digest(layer, digest_from_, inputs_.workload());
+  }
   reader_.take_samples(layer, plan_, &result->samples);
+}
+
+// Times `begin`, which makes `rows` the current step. What it runs serves every layer.
+template <class Begin>
+void Engine::begin(const BatchArrays& rows, bool draft, const Begin& begin, StepResult* result) {
+  const Clock::time_point start = Clock::now();
+  begin();
+  const double elapsed_s = seconds_since(start);
+  result->attention_s += elapsed_s;
+  result->mode(rows.mode(), draft).ms += 1e3 * elapsed_s;
+  add_calls("all", result);
+}
+
+void Engine::run_layer(const LayerCall& call, const StepBatch& batch, const RequestTable& table,
+                       StepResult* result) {
+  const auto l = static_cast<size_t>(call.layer_index);
+  const int64_t layer = config_.layers[l];
+  Clock::time_point start = Clock::now();
+  generate(layer, batch, call.rows->rows());
+  result->totals.generate_s += seconds_since(start);
+  const DsaForwardTensors in_out = tensors(call.layer_index, call.rows->num_padded_rows());
+  const DsaLayer dsa_layer{layer, inputs_.model().softmax_scale};
+  start = Clock::now();
+  if (call.plan != nullptr) {
+    backend_.forward(*call.plan, dsa_layer, in_out);
+  } else {
+    backend_.forward(dsa_layer, in_out);
+  }
+  const double forward_s = seconds_since(start);
+  const bool draft = is_draft(call.layer_index);
+  ReplayMode& mode = result->mode(call.rows->mode(), draft);
+  mode.ms += 1e3 * forward_s;
+  if (draft || call.layer_index == 0) {
+    ++mode.steps;
+    mode.rows += static_cast<int64_t>(call.rows->rows().size());
+  }
+  result->attention_s += forward_s;
+  result->totals.layer_ms[l] += 1e3 * forward_s;
+  add_calls(inputs_.model().layer_kind(layer), result);
+  if (!call.read) return;
+  start = Clock::now();
+  read_layer(call, batch, table, result);
+  result->totals.read_s += seconds_since(start);
+}
+
+void Engine::run_batch(const Scheduler& scheduler, const StepBatch& batch,
+                       const RequestTable& table, StepResult* result) {
+  const StepKind kind = batch.facts.kind;
+  rows_.build(kind == StepKind::kDecode    ? ForwardMode::kDecode
+              : kind == StepKind::kPrefill ? ForwardMode::kExtend
+              : kind == StepKind::kIdle    ? ForwardMode::kIdle
+                                           : ForwardMode::kMixed,
+              scheduler, batch);
+  if (kind == StepKind::kIdle) rows_.pad_rows(1);
+  begin(
+      rows_, false, [&] { backend_.begin_step(rows_.batch(table)); }, result);
+  for (int64_t l = 0; l < static_cast<int64_t>(config_.layers.size()); ++l) {
+    run_layer({&rows_, nullptr, l}, batch, table, result);
+  }
+}
+
+int64_t Engine::bucket_of(int64_t requests) const {
+  const auto power = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(requests)));
+  return std::min(power, config_.max_requests);
+}
+
+Engine::RoundPlans& Engine::round_plans(int64_t bucket) {
+  RoundPlans& plans = round_plans_[bucket];
+  if (!plans.verify.empty()) return plans;
+  const ForwardMode extend = config_.draft_mode == DraftMode::kV1 ? ForwardMode::kDraftExtend
+                                                                  : ForwardMode::kDraftExtendV2;
+  for (size_t j = 0; j < chain_rows_.size(); ++j) {
+    plans.chain.push_back(backend_.make_step_plan({ForwardMode::kDecode, bucket, 1}));
+  }
+  const int64_t rows = config_.draft_tokens + 1;
+  plans.extend.push_back(backend_.make_step_plan({extend, bucket, rows}));
+  plans.verify.push_back(backend_.make_step_plan({ForwardMode::kTargetVerify, bucket, rows}));
+  return plans;
+}
+
+void Engine::run_chain(int64_t bucket, const Scheduler& scheduler, const StepBatch& batch,
+                       const RequestTable& table, StepResult* result) {
+  RoundPlans& plans = round_plans(bucket);
+  std::vector<DraftStep> steps;
+  for (size_t j = 0; j < chain_rows_.size(); ++j) {
+    BatchArrays& rows = chain_rows_[j];
+    rows.build_draft_step(static_cast<int64_t>(j), scheduler, batch);
+    rows.pad_requests(bucket, 1);
+    steps.push_back({&plans.chain[j], rows.positions(), rows.out_cache_loc(), std::nullopt});
+  }
+  if (steps.empty()) return;
+  ForwardBatch committed = chain_rows_.front().device_batch(table);
+  committed.positions = {};
+  committed.out_cache_loc = {};
+  begin(
+      chain_rows_.front(), true, [&] { backend_.begin_draft_steps(committed, steps); }, result);
+  for (size_t j = 0; j < steps.size(); ++j) {
+    run_layer({&chain_rows_[j], steps[j].plan, num_target_layers_, false}, batch, table, result);
+  }
+}
+
+void Engine::run_round(const Scheduler& scheduler, const StepBatch& batch,
+                       const RequestTable& table, StepResult* result) {
+  const int64_t bucket = bucket_of(static_cast<int64_t>(batch.entries.size()));
+  run_chain(bucket, scheduler, batch, table, result);
+  const auto begin_plan = [&](DsaStepPlan* plan, bool draft) {
+    rows_.build(plan->bucket().mode, scheduler, batch);
+    rows_.pad_requests(bucket, config_.draft_tokens + 1);
+    begin(
+        rows_, draft, [&] { backend_.begin_step(rows_.device_batch(table), plan); }, result);
+  };
+  RoundPlans& plans = round_plans(bucket);
+  begin_plan(&plans.verify.front(), false);
+  for (int64_t l = 0; l < num_target_layers_; ++l) {
+    run_layer({&rows_, &plans.verify.front(), l}, batch, table, result);
+  }
+  begin_plan(&plans.extend.front(), true);
+  run_layer({&rows_, &plans.extend.front(), num_target_layers_}, batch, table, result);
 }
 
 void Engine::run_step(int64_t step, Scheduler* scheduler, StepBatch* batch) {
@@ -276,40 +374,18 @@ void Engine::run_step(int64_t step, Scheduler* scheduler, StepBatch* batch) {
   if (step == plan_.page_fault.step) {
     wrong_page.emplace(plan_.page_fault, *batch, config_.page_size, scheduler);
   }
-  list_rows(*scheduler, *batch);
   StepResult result;
   result.totals = totals_;
   calls_.clear();
-  Clock::time_point start = Clock::now();
-  begin_step(scheduler->table(), *batch);
-  double attention_s = seconds_since(start);
-  // What begin_step runs serves every layer.
-  const auto add_calls = [&](const std::string& layer_kind) {
-    for (const OperatorCall& call : calls_) {
-      add_call(call, layer_kind, config_.ceilings, &result.totals.operators);
-    }
-    calls_.clear();
-  };
-  add_calls("all");
-  for (size_t l = 0; l < config_.layers.size(); ++l) {
-    const int64_t layer = config_.layers[l];
-    start = Clock::now();
-    generate(layer, *batch);
-    result.totals.generate_s += seconds_since(start);
-    start = Clock::now();
-    backend_.forward({layer, inputs_.model().softmax_scale}, tensors(static_cast<int64_t>(l)));
-    const double forward_s = seconds_since(start);
-    attention_s += forward_s;
-    result.totals.layer_ms[l] += 1e3 * forward_s;
-    add_calls(inputs_.model().layer_kinds[static_cast<size_t>(layer)]);
-    start = Clock::now();
-    read_layer(static_cast<int64_t>(l), *batch, scheduler->table(), &result);
-    result.totals.read_s += seconds_since(start);
+  if (batch->facts.kind == StepKind::kVerify) {
+    run_round(*scheduler, *batch, scheduler->table(), &result);
+  } else {
+    run_batch(*scheduler, *batch, scheduler->table(), &result);
   }
-  result.totals.attention_s += attention_s;
+  result.totals.attention_s += result.attention_s;
   totals_ = std::move(result.totals);
   std::move(result.samples.begin(), result.samples.end(), std::back_inserter(samples_));
-  batch->facts.step_ms = 1e3 * attention_s;
+  batch->facts.step_ms = 1e3 * result.attention_s;
 }
 
 }  // namespace fovea::internal

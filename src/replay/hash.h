@@ -30,6 +30,8 @@ enum class HashDomain : uint64_t {
   kArrival,
   kTarget,
   kSample,
+  kDraftToken,
+  kAcceptance,
 };
 
 /// Hash of `words` in a domain.

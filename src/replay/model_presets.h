@@ -24,6 +24,13 @@ struct ModelSpec {
   RopeStyle index_rope_style = RopeStyle::kHalfSplit;
   bool hadamard = true;
   std::vector<std::string> layer_kinds;  ///< One per layer of the model.
+
+  /// Id of the one layer of the draft model: behind those of the model, with the same shapes.
+  int64_t draft_layer() const { return static_cast<int64_t>(layer_kinds.size()); }
+  /// Kind of a layer, "draft" for the draft model's.
+  std::string layer_kind(int64_t layer) const {
+    return layer == draft_layer() ? "draft" : layer_kinds[static_cast<size_t>(layer)];
+  }
 };
 
 /// The preset of that name. Throws Error(kInvalidArgument) listing what exists.

@@ -11,6 +11,7 @@
 #include "src/core/check.h"
 #include "src/core/fault_injection.h"
 #include "src/core/parallel.h"
+#include "src/replay/acceptance.h"
 #include "src/replay/engine.h"
 #include "src/replay/run_replay.h"
 
@@ -66,12 +67,16 @@ void check_options(const ReplayOptions& options, const ModelSpec& model) {
   check_range(kOp, "max_batch", options.max_batch, 1, kMax);
   check_range(kOp, "cache_tokens", options.cache_tokens, 0, kMax);
   check_range(kOp, "check_rows", options.check_rows, 0, kMax);
+  check_range(kOp, "draft_tokens", options.draft_tokens, 0, kMaxDraftTokens);
+  if (!(options.accept >= 0 && options.accept <= 1)) {
+    invalid(kOp, "accept = " + std::to_string(options.accept) + ", expected a chance in 0..1");
+  }
   if (options.seed > static_cast<uint64_t>(std::numeric_limits<int64_t>::max())) {
     invalid(kOp, "seed = " + std::to_string(options.seed) + ", expected below 2^63");
   }
   const VirtualCostModel& cost = options.virtual_cost;
-  for (const double value :
-       {cost.prefill_ms_per_row, cost.decode_step_ms, cost.decode_ms_per_row}) {
+  for (const double value : {cost.prefill_ms_per_row, cost.decode_step_ms, cost.decode_ms_per_row,
+                             cost.draft_forward_ms}) {
     if (!std::isfinite(value) || value < 0) {
       invalid(kOp, "virtual_cost holds " + std::to_string(value) + ", expected finite and >= 0");
     }
@@ -113,6 +118,7 @@ class ReplayRun {
 
  private:
   void choose_capacity();
+  SchedulerRequest scheduler_request(int64_t r) const;
   SchedulerConfig scheduler_config() const;
   Scheduler make_scheduler() const;
   RunPlan make_plan() const;
@@ -129,7 +135,7 @@ class ReplayRun {
   const ReplayProgressCallback& progress_;
   Injection injection_;
   Workload workload_;
-  std::vector<int64_t> layers_;
+  std::vector<int64_t> layers_;  // with drafts the draft model's layer is the last
   RowInputs inputs_;
   Paging paging_;
   int64_t num_pages_ = 0;
@@ -155,6 +161,7 @@ ReplayRun::ReplayRun(const Trace& trace, const ReplayOptions& options, const Mod
                         options.spread_arrivals, options.seed}),
       layers_(parse_layers(model, options.layers)),
       inputs_(model_, workload_, model.num_heads / options.tp, options.seed) {
+  if (options.draft_tokens > 0) layers_.push_back(model.draft_layer());
   paging_ = choose_page(options, model, trace, &result_.notes);
   result_.version = version();
   result_.device = to_string(options.device);
@@ -182,7 +189,8 @@ void ReplayRun::choose_capacity() {
   } else {
     int64_t all = 0, largest = 0;
     for (int64_t r = 0; r < workload_.num_requests(); ++r) {
-      const int64_t pages = (workload_.request(r).num_rows() + page - 1) / page;
+      const int64_t rows = max_request_rows(scheduler_request(r), options_.draft_tokens);
+      const int64_t pages = (rows + page - 1) / page;
       all += pages;
       largest = std::max(largest, pages);
     }
@@ -196,6 +204,11 @@ void ReplayRun::choose_capacity() {
   result_.cache_pages = num_pages_;
 }
 
+SchedulerRequest ReplayRun::scheduler_request(int64_t r) const {
+  const WorkloadRequest& request = workload_.request(r);
+  return {request.prompt_tokens, request.output_tokens, request.arrival_ms};
+}
+
 SchedulerConfig ReplayRun::scheduler_config() const {
   SchedulerConfig config;
   config.page_size = paging_.page_size;
@@ -206,14 +219,18 @@ SchedulerConfig ReplayRun::scheduler_config() const {
   config.mixed = options_.mixed;
   config.arrivals = options_.arrivals;
   config.cost = options_.virtual_cost;
+  config.draft_tokens = options_.draft_tokens;
+  config.accepted = [this, model = AcceptanceModel(options_.accept, options_.seed)](
+                        int64_t r, int64_t first, int64_t count) {
+    return model.accepted(workload_.request(r).trace_row, first, count);
+  };
   return config;
 }
 
 Scheduler ReplayRun::make_scheduler() const {
   std::vector<SchedulerRequest> requests;
   for (int64_t r = 0; r < workload_.num_requests(); ++r) {
-    const WorkloadRequest& request = workload_.request(r);
-    requests.push_back({request.prompt_tokens, request.output_tokens, request.arrival_ms});
+    requests.push_back(scheduler_request(r));
   }
   PageHashFunction hashes = [](int64_t) { return std::vector<uint64_t>(); };
   if (paging_.sharing) {
@@ -244,6 +261,8 @@ ReplayResult ReplayRun::run() {
   }
   EngineConfig config;
   config.layers = layers_;
+  config.draft_tokens = options_.draft_tokens;
+  config.draft_mode = options_.draft_mode;
   config.topk = result_.topk;
   config.page_size = paging_.page_size;
   config.num_pages = num_pages_;
@@ -290,7 +309,7 @@ void ReplayRun::run_steps(Scheduler* scheduler, Engine* engine) {
     result_.decode_rows += batch.facts.decode_tokens;
     for (const StepEntry& entry : batch.entries) {
       result_.recomputed_rows +=
-          std::max<int64_t>(0, std::min(entry.end, entry.first_new) - entry.begin);
+          std::max<int64_t>(0, std::min(entry.kept_end, entry.first_new) - entry.begin);
     }
     rows_done_ += batch.num_rows();
     report_progress("replay", *scheduler, batch.facts.running);
@@ -308,7 +327,7 @@ void ReplayRun::run_one_step(Scheduler* scheduler, Engine* engine, StepBatch* ba
     text.remove_prefix(to_string(error.code()).size() + 2);
     throw Error(error.code(), "replay: step " + std::to_string(step) + " (" +
                                   std::string(to_string(batch->facts.kind)) + ", " +
-                                  std::to_string(batch->num_rows()) +
+                                  std::to_string(batch->num_computed()) +
                                   " rows): " + std::string(text));
   }
 }
@@ -354,12 +373,19 @@ void ReplayRun::finish(const Scheduler& scheduler, const Engine& engine) {
   for (size_t l = 0; l < layers_.size(); ++l) {
     ReplayLayer layer;
     layer.id = layers_[l];
-    layer.kind = model_.layer_kinds[static_cast<size_t>(layer.id)];
+    layer.kind = model_.layer_kind(layer.id);
     layer.ms = totals.layer_ms[l];
     layer.checked_rows =
         std::count_if(checked_rows_.begin(), checked_rows_.end(),
                       [&](const CheckRow& row) { return row.layer == static_cast<int64_t>(l); });
     result_.layers.push_back(layer);
+  }
+  if (options_.draft_tokens > 0) {
+    ReplayDrafts drafts = scheduler.drafts();
+    drafts.rate = drafts.decided > 0
+                      ? static_cast<double>(drafts.accepted) / static_cast<double>(drafts.decided)
+                      : 0;
+    result_.drafts = std::move(drafts);
   }
   finish_requests(scheduler);
   finish_times(engine);
@@ -396,8 +422,9 @@ void ReplayRun::finish_times(const Engine& engine) {
   std::vector<double> step_ms;
   double prefill_ms = 0, decode_ms = 0;
   for (const ReplayStep& step : result_.steps) {
+    if (step.kind == StepKind::kIdle) continue;
     step_ms.push_back(step.step_ms);
-    // The time of a mixed step counts for both, by rows.
+    // The time of a mixed step counts for both, by rows; that of a round for decode.
     const auto rows = static_cast<double>(step.prefill_tokens + step.decode_tokens);
     prefill_ms += step.step_ms * static_cast<double>(step.prefill_tokens) / rows;
     decode_ms += step.step_ms * static_cast<double>(step.decode_tokens) / rows;
@@ -413,6 +440,7 @@ void ReplayRun::finish_times(const Engine& engine) {
   result_.decode_tokens_per_s = per_second(result_.decode_rows, decode_ms);
   const double total_ms = prefill_ms + decode_ms;
   result_.ops = totals.operators;
+  result_.modes = totals.modes;
   for (ReplayOperator& op : result_.ops) {
     op.time_share = total_ms > 0 ? op.ms / total_ms : 0;
     if (op.roofline_share) *op.roofline_share = op.ms > 0 ? *op.roofline_share / op.ms : 0;
@@ -433,6 +461,23 @@ ReplayResult run_replay(const Trace& trace, const ReplayOptions& options, const 
 }
 
 }  // namespace internal
+
+std::vector<StepKindTotals> step_kind_totals(const ReplayResult& result) {
+  std::vector<StepKindTotals> all;
+  for (const StepKind kind : {StepKind::kPrefill, StepKind::kDecode, StepKind::kMixed,
+                              StepKind::kVerify, StepKind::kIdle}) {
+    StepKindTotals totals;
+    totals.kind = kind;
+    for (const ReplayStep& step : result.steps) {
+      if (step.kind != kind) continue;
+      ++totals.count;
+      totals.rows += step.prefill_tokens + step.decode_tokens;
+      totals.ms += step.step_ms;
+    }
+    if (totals.count > 0) all.push_back(totals);
+  }
+  return all;
+}
 
 ReplayResult replay(const Trace& trace, const ReplayOptions& options,
                     const ReplayProgressCallback& progress) {

@@ -30,22 +30,27 @@ Json requests_json(const ReplayResult& result) {
 
 Json options_json(const ReplayResult& result) {
   const ReplayOptions& options = result.options;
-  return Json::object({{"model", options.model},
-                       {"tp", options.tp},
-                       {"num_heads", result.num_heads},
-                       {"topk", result.topk},
-                       {"layers", options.layers},
-                       {"skip", options.skip},
-                       {"max_requests", options.max_requests},
-                       {"chunk", options.chunk},
-                       {"max_batch", options.max_batch},
-                       {"prefix_sharing", result.sharing},
-                       {"mixed", options.mixed},
-                       {"arrivals", to_string(options.arrivals)},
-                       {"spread_arrivals", options.spread_arrivals},
-                       {"deterministic", options.deterministic},
-                       {"implementation", options.implementation},
-                       {"inject", options.inject}});
+  return Json::object(
+      {{"model", options.model},
+       {"tp", options.tp},
+       {"num_heads", result.num_heads},
+       {"topk", result.topk},
+       {"layers", options.layers},
+       {"skip", options.skip},
+       {"max_requests", options.max_requests},
+       {"chunk", options.chunk},
+       {"max_batch", options.max_batch},
+       {"prefix_sharing", result.sharing},
+       {"mixed", options.mixed},
+       {"draft_tokens", options.draft_tokens},
+       {"accept", options.draft_tokens > 0 ? number(options.accept) : Json()},
+       {"draft_mode",
+        options.draft_tokens > 0 ? Json(std::string(to_string(options.draft_mode))) : Json()},
+       {"arrivals", to_string(options.arrivals)},
+       {"spread_arrivals", options.spread_arrivals},
+       {"deterministic", options.deterministic},
+       {"implementation", options.implementation},
+       {"inject", options.inject}});
 }
 
 Json check_json(const CheckSummary& check) {
@@ -100,8 +105,43 @@ Json layers_json(const ReplayResult& result) {
   return layers;
 }
 
+Json modes_json(const ReplayResult& result) {
+  Json modes = Json::array();
+  for (const ReplayMode& mode : result.modes) {
+    modes.push(Json::object({{"mode", to_string(mode.mode)},
+                             {"model", mode.draft ? "draft" : "target"},
+                             {"steps", mode.steps},
+                             {"rows", mode.rows},
+                             {"ms", number(mode.ms)}}));
+  }
+  return modes;
+}
+
+Json drafts_json(const ReplayResult& result) {
+  if (!result.drafts) return Json();
+  const ReplayDrafts& drafts = *result.drafts;
+  Json lengths = Json::array();
+  for (const int64_t count : drafts.accepted_lengths) lengths.push(count);
+  return Json::object({{"rounds", drafts.rounds},
+                       {"verifications", drafts.verifications},
+                       {"drafted", drafts.drafted},
+                       {"decided", drafts.decided},
+                       {"accepted", drafts.accepted},
+                       {"rate", number(drafts.rate)},
+                       {"rolled_back_rows", drafts.rolled_back_rows},
+                       {"accepted_lengths", lengths}});
+}
+
 Json steps_json(const ReplayResult& result) {
+  Json kinds = Json::array();
+  for (const StepKindTotals& totals : step_kind_totals(result)) {
+    kinds.push(Json::object({{"kind", to_string(totals.kind)},
+                             {"count", totals.count},
+                             {"rows", totals.rows},
+                             {"ms", number(totals.ms)}}));
+  }
   return Json::object({{"count", static_cast<int64_t>(result.steps.size())},
+                       {"kinds", kinds},
                        {"p50_ms", number(result.step_p50_ms)},
                        {"p90_ms", number(result.step_p90_ms)},
                        {"p99_ms", number(result.step_p99_ms)},
@@ -150,6 +190,8 @@ std::string to_json(const ReplayResult& result) {
        {"throughput", Json::object({{"prefill_tokens_per_s", number(result.prefill_tokens_per_s)},
                                     {"decode_tokens_per_s", number(result.decode_tokens_per_s)}})},
        {"steps", steps_json(result)},
+       {"modes", modes_json(result)},
+       {"drafts", drafts_json(result)},
        {"phases", phases_json(result.phases)},
        {"layers", layers_json(result)},
        {"ops", operators_json(result)}});

@@ -186,6 +186,13 @@ std::string verdict(const CheckSummary& check) {
          " rows recomputed in fp64, 0 mismatches.</p>\n";
 }
 
+std::string draft_options(const ReplayOptions& options) {
+  if (options.draft_tokens == 0) return "none";
+  return count_text(options.draft_tokens) + " tokens a round, each accepted with chance " +
+         number_text(options.accept) + ", draft extend " +
+         std::string(to_string(options.draft_mode));
+}
+
 std::string options_table(const ReplayOptions& options) {
   const auto& cost = options.virtual_cost;
   return definitions({
@@ -204,11 +211,13 @@ std::string options_table(const ReplayOptions& options) {
       {"cache", or_default(options.cache_tokens, "enough for the trace")},
       {"prefix sharing", yes_no(options.prefix_sharing)},
       {"mixed steps", yes_no(options.mixed)},
+      {"drafts", draft_options(options)},
       {"arrivals", std::string(to_string(options.arrivals))},
       {"arrivals spread", yes_no(options.spread_arrivals)},
       {"virtual cost", number_text(cost.prefill_ms_per_row) + " ms per prefill row, " +
                            number_text(cost.decode_step_ms) + " ms per decode step, " +
-                           number_text(cost.decode_ms_per_row) + " ms per decode row"},
+                           number_text(cost.decode_ms_per_row) + " ms per decode row, " +
+                           number_text(cost.draft_forward_ms) + " ms per draft forward"},
       {"seed", std::to_string(options.seed)},
       {"deterministic", yes_no(options.deterministic)},
       {"checked rows", count_text(options.check_rows)},
@@ -251,6 +260,11 @@ std::string key_figures(const ReplayResult& result) {
   html += tile(
       "Cache pages, peak", count_text(result.pages_peak), "",
       "of " + count_text(result.cache_pages) + "; " + count_text(result.evictions) + " evictions");
+  if (result.drafts) {
+    html += tile("Drafts accepted", percent_text(result.drafts->rate), "",
+                 count_text(result.drafts->accepted) + " of " + count_text(result.drafts->decided) +
+                     " decided");
+  }
   html += tile("Rows checked", count_text(result.check.rows), "",
                count_text(result.check.rows_selecting) + " selecting, " +
                    count_text(result.check.mismatches) + " mismatches");
@@ -392,7 +406,8 @@ std::string latency_card(const ReplayResult& result) {
   if (slowest > 0) {
     chart.x_begin = fastest / 1.05;
     chart.x_end = slowest * 1.05;
-    for (const StepKind kind : {StepKind::kPrefill, StepKind::kDecode, StepKind::kMixed}) {
+    for (const StepKind kind :
+         {StepKind::kPrefill, StepKind::kDecode, StepKind::kMixed, StepKind::kVerify}) {
       std::vector<double> counts(kBins, 0.0);
       bool any = false;
       for (const ReplayStep& step : result.steps) {
@@ -411,8 +426,54 @@ std::string latency_card(const ReplayResult& result) {
   }
   return card("Step latency",
               count_text(static_cast<int64_t>(result.steps.size())) +
-                  " steps; a step is its metadata and the forward of every layer.",
+                  " steps; a step is its metadata and the forward of every layer, a verify step "
+                  "a whole round of drafts.",
               render_chart(chart));
+}
+
+std::string drafts_card(const ReplayResult& result) {
+  if (!result.drafts) return {};
+  const ReplayDrafts& drafts = *result.drafts;
+  BarChart chart;
+  chart.title = "Verifications by number of accepted tokens";
+  chart.x_label = "verifications";
+  for (size_t accepted = 0; accepted < drafts.accepted_lengths.size(); ++accepted) {
+    const int64_t count = drafts.accepted_lengths[accepted];
+    const double share = drafts.verifications > 0 ? static_cast<double>(count) /
+                                                        static_cast<double>(drafts.verifications)
+                                                  : 0;
+    chart.bars.push_back({std::to_string(accepted) + " accepted", static_cast<double>(count),
+                          count_text(count) + ", " + percent_text(share)});
+  }
+  return card(
+      "Drafts",
+      "A drafted token counts as decided when all before it in its draft were accepted and "
+      "the output reaches it.",
+      render_bars(chart) + definitions({
+                               {"rounds", count_text(drafts.rounds)},
+                               {"verifications", count_text(drafts.verifications)},
+                               {"tokens drafted", count_text(drafts.drafted)},
+                               {"tokens decided", count_text(drafts.decided)},
+                               {"tokens accepted", count_text(drafts.accepted)},
+                               {"acceptance", percent_text(drafts.rate) + " of the decided tokens"},
+                               {"rows rolled back", count_text(drafts.rolled_back_rows)},
+                           }));
+}
+
+std::string modes_card(const ReplayResult& result) {
+  Table kinds({"kind of step", "steps", "rows that stay", "time, ms"}, {false, true, true, true});
+  for (const StepKindTotals& totals : step_kind_totals(result)) {
+    kinds.add({std::string(to_string(totals.kind)), count_text(totals.count),
+               count_text(totals.rows), number_text(totals.ms)});
+  }
+  Table modes({"forward mode", "model", "batches", "rows", "time, ms"},
+              {false, false, true, true, true});
+  for (const ReplayMode& mode : result.modes) {
+    modes.add({std::string(to_string(mode.mode)), mode.draft ? "draft" : "target",
+               count_text(mode.steps), count_text(mode.rows), number_text(mode.ms)});
+  }
+  return card("Steps by kind", "A verify step is a round: draft steps, verification, draft extend.",
+              kinds.html() + "<br>" + modes.html());
 }
 
 std::string cache_card(const ReplayResult& result) {
@@ -551,8 +612,8 @@ std::string check_card(const ReplayResult& result) {
   }
   return card(
       "Check and digests",
-      "Sampled rows are recomputed in fp64 without caches, pages or sharing. Digests do not "
-      "depend on threads, chunk, batch, page or sharing.",
+      "Sampled rows are recomputed in fp64 without caches, pages, sharing or drafts. Digests do "
+      "not depend on threads, chunk, batch, page, sharing or drafts.",
       html);
 }
 
@@ -602,7 +663,8 @@ std::string render_report_html(const ReplayResult& result) {
   html += "<div class=\"cards\">\n";
   html += arrivals_card(result) + running_card(result);
   html += throughput_card(result, true) + throughput_card(result, false);
-  html += latency_card(result) + check_card(result);
+  html += latency_card(result) + modes_card(result);
+  html += drafts_card(result) + check_card(result);
   html += cache_card(result) + hits_card(result);
   html += operator_time_card(result) + layers_card(result);
   html += operators_card(result) + rejected_card(result);

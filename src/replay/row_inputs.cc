@@ -26,13 +26,13 @@ int64_t RowInputs::target(int64_t layer, uint64_t token_id, int64_t position, in
                   std::max<int64_t>(position, 1));
 }
 
-void RowInputs::query(int64_t layer, int64_t request, int64_t position, std::span<bf16_t> q) const {
-  const uint64_t token_id = workload_.token_id(request, position);
-  const TensorStream stream{seed_, token_id, layer, TensorKind::kQ};
+void RowInputs::query(int64_t layer, const RowToken& row, std::span<bf16_t> q) const {
+  const TensorStream stream{seed_, row.token_id, layer, TensorKind::kQ};
   std::array<bf16_t, kMaxRowWidth> key;
   const auto width = static_cast<int64_t>(key.size());
   for (int64_t group = 0; group < std::min(kTargets, num_heads_); ++group) {
-    latent_key(layer, workload_.token_id(request, target(layer, token_id, position, group)), key);
+    const int64_t pointed_to = target(layer, row.token_id, row.position, group);
+    latent_key(layer, workload_.token_id(row.request, pointed_to), key);
     for (int64_t h = group; h < num_heads_; h += kTargets) {
       generate_noise_around(stream, {key, kQueryFactor, h * width},
                             q.subspan(static_cast<size_t>(h * width), key.size()));
@@ -40,14 +40,13 @@ void RowInputs::query(int64_t layer, int64_t request, int64_t position, std::spa
   }
 }
 
-void RowInputs::index_query(int64_t layer, int64_t request, int64_t position,
-                            std::span<bf16_t> index_q) const {
-  const uint64_t token_id = workload_.token_id(request, position);
-  const TensorStream stream{seed_, token_id, layer, TensorKind::kIndexQ};
+void RowInputs::index_query(int64_t layer, const RowToken& row, std::span<bf16_t> index_q) const {
+  const TensorStream stream{seed_, row.token_id, layer, TensorKind::kIndexQ};
   std::array<bf16_t, kMaxRowWidth> storage;
   const auto key = std::span(storage).first(static_cast<size_t>(model_.index_dim));
   for (int64_t group = 0; group < std::min(kTargets, model_.index_heads); ++group) {
-    index_key(layer, workload_.token_id(request, target(layer, token_id, position, group)), key);
+    const int64_t pointed_to = target(layer, row.token_id, row.position, group);
+    index_key(layer, workload_.token_id(row.request, pointed_to), key);
     for (int64_t h = group; h < model_.index_heads; h += kTargets) {
       generate_noise_around(stream, {key, kIndexQueryFactor, h * model_.index_dim},
                             index_q.subspan(static_cast<size_t>(h * model_.index_dim), key.size()));

@@ -20,6 +20,14 @@ inline constexpr int64_t kTargets = 8;
 inline constexpr float kQueryFactor = 0.5f;
 inline constexpr float kIndexQueryFactor = 1.0f;
 
+/// A row of a request by its token, which may be one that was drafted wrong. The tokens before it
+/// are the request's own.
+struct RowToken {
+  int64_t request = 0;
+  int64_t position = 0;
+  uint64_t token_id = 0;
+};
+
 /// Makes rows. Everything depends on seed, layer, the request's own tokens and the position alone.
 /// Immutable; thread-safe.
 class RowInputs {
@@ -34,11 +42,17 @@ class RowInputs {
   void index_key(int64_t layer, uint64_t token_id, std::span<bf16_t> index_k) const;
 
   /// q: bf16 [H, 576] of the local heads; noise + kQueryFactor * latent_key(target of the head).
-  void query(int64_t layer, int64_t request, int64_t position, std::span<bf16_t> q) const;
+  void query(int64_t layer, const RowToken& row, std::span<bf16_t> q) const;
+  void query(int64_t layer, int64_t request, int64_t position, std::span<bf16_t> q) const {
+    query(layer, {request, position, workload_.token_id(request, position)}, q);
+  }
 
   /// index_q: bf16 [Hi, Di]; noise + kIndexQueryFactor * index_key(target of the head).
+  void index_query(int64_t layer, const RowToken& row, std::span<bf16_t> index_q) const;
   void index_query(int64_t layer, int64_t request, int64_t position,
-                   std::span<bf16_t> index_q) const;
+                   std::span<bf16_t> index_q) const {
+    index_query(layer, {request, position, workload_.token_id(request, position)}, index_q);
+  }
 
   /// gate: f32 [Hi]; noise + 0.75, so that about one in ten is negative.
   void head_gate(int64_t layer, uint64_t token_id, std::span<float> gate) const;

@@ -59,7 +59,7 @@ Digest RowReader::digest(const LayerRows& layer, std::span<const int64_t> digest
           const StepEntry& entry = layer.batch->entries[static_cast<size_t>(row.entry)];
           const int64_t first =
               std::max(entry.first_new, digest_from[static_cast<size_t>(entry.request)]);
-          if (row.position < first) continue;
+          if (row.position < first || row.position >= entry.kept_end) continue;
           if (map.request != entry.request) load(layer, entry, &map);
           read_positions(layer, t, &map, &positions);
           const DigestRow name{workload.request(entry.request).trace_row, row.position,
@@ -79,25 +79,25 @@ void RowReader::take_samples(const LayerRows& layer, const RunPlan& plan,
   const auto out = access<const bf16_t, 3>(layer.out);
   const auto lse = access<const float, 2>(layer.lse);
   PageMap& map = maps_.front();
-  int64_t first_row = 0;  // of the entry
-  for (const StepEntry& entry : layer.batch->entries) {
-    const int64_t begin = std::max(entry.begin, entry.first_new);
-    const CheckRow from{entry.request, begin, 0, false};
-    for (auto wanted = std::lower_bound(plan.check_rows.begin(), plan.check_rows.end(), from);
-         wanted != plan.check_rows.end() && wanted->request == entry.request &&
-         wanted->position < entry.end;
-         ++wanted) {
-      if (wanted->layer != layer.layer_index) continue;
-      const int64_t t = first_row + wanted->position - entry.begin;
-      CheckSample sample;
-      sample.row = *wanted;
-      load(layer, entry, &map);
-      read_positions(layer, t, &map, &sample.positions);
-      sample.output.assign(out.row(t, 0), out.row(t, 0) + out.shape[1] * kLatentDim);
-      sample.lse.assign(lse.row(t), lse.row(t) + lse.shape[1]);
-      samples->push_back(std::move(sample));
+  if (plan.check_rows.empty()) return;
+  for (size_t t = 0; t < layer.rows.size(); ++t) {
+    const StepRow& row = layer.rows[t];
+    const StepEntry& entry = layer.batch->entries[static_cast<size_t>(row.entry)];
+    if (row.position < entry.first_new || row.position >= entry.kept_end) continue;
+    const CheckRow from{entry.request, row.position, 0, false};
+    const auto wanted = std::lower_bound(plan.check_rows.begin(), plan.check_rows.end(), from);
+    if (wanted == plan.check_rows.end() || wanted->request != entry.request ||
+        wanted->position != row.position || wanted->layer != layer.layer_index) {
+      continue;
     }
-    first_row += entry.end - entry.begin;
+    const auto index = static_cast<int64_t>(t);
+    CheckSample sample;
+    sample.row = *wanted;
+    load(layer, entry, &map);
+    read_positions(layer, index, &map, &sample.positions);
+    sample.output.assign(out.row(index, 0), out.row(index, 0) + out.shape[1] * kLatentDim);
+    sample.lse.assign(lse.row(index), lse.row(index) + lse.shape[1]);
+    samples->push_back(std::move(sample));
   }
 }
 

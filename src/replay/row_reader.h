@@ -5,18 +5,13 @@
 #include <vector>
 
 #include "fovea/tensor.h"
+#include "src/replay/batch_arrays.h"
 #include "src/replay/check.h"
 #include "src/replay/run_plan.h"
 #include "src/replay/scheduler.h"
 
 /// Reads what a step produced: selections as positions, digests, the rows to be checked.
 namespace fovea::internal {
-
-/// One row of a step.
-struct StepRow {
-  int64_t entry = 0;  ///< Index into StepBatch::entries.
-  int64_t position = 0;
-};
 
 /// Sums of row fingerprints modulo 2^64.
 struct Digest {
@@ -32,7 +27,7 @@ struct Digest {
   }
 };
 
-/// The outputs of one layer for the rows of a step.
+/// The outputs of one layer for the rows of a forward call.
 struct LayerRows {
   int64_t layer_index = 0;
   int64_t layer = 0;        ///< Model layer id.
@@ -48,12 +43,13 @@ class RowReader {
  public:
   RowReader(int64_t num_pages, int64_t page_size, int num_workers);
 
-  /// Digest of the rows that are first produced here and start at digest_from[request]. Runs in
-  /// parallel inside the caller's ThreadScope.
+  /// Digest of the rows that stay, are first produced here and start at digest_from[request]. Runs
+  /// in parallel inside the caller's ThreadScope.
   Digest digest(const LayerRows& layer, std::span<const int64_t> digest_from,
                 const Workload& workload);
 
-  /// Copies the rows that the plan wants checked on this layer.
+  /// Copies the rows that the plan wants checked on this layer, of those that stay and are first
+  /// produced here.
   void take_samples(const LayerRows& layer, const RunPlan& plan, std::vector<CheckSample>* samples);
 
  private:

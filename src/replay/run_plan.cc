@@ -54,7 +54,7 @@ class Sampler {
   void offer(const StepEntry& entry) {
     const WorkloadRequest& request = workload_.request(entry.request);
     const int64_t rows = entry.decode ? request.output_tokens : request.prompt_tokens;
-    for (int64_t p = std::max(entry.begin, entry.first_new); p < entry.end; ++p) {
+    for (int64_t p = std::max(entry.begin, entry.first_new); p < entry.kept_end; ++p) {
       const uint64_t random =
           hash_in(HashDomain::kSample, options_.seed, request.trace_row, p) >> 32;
       // The smallest of n uniform numbers is about exponential with rate n: times n, every request
@@ -110,7 +110,7 @@ class PageFaultSearch {
       : options_(options), inputs_(inputs) {}
 
   void look_at(int64_t step, const StepEntry& entry) {
-    const int64_t p = entry.end - 1;
+    const int64_t p = entry.kept_end - 1;
     const int rank = (entry.decode ? 1 : 0) + (entry.decode && p + 1 > options_.topk ? 1 : 0);
     if (rank <= rank_ || p < entry.first_new) return;
     const uint64_t token = inputs_.workload().token_id(entry.request, p);
@@ -159,7 +159,7 @@ RunPlan plan_run(const RunPlanOptions& options, const RowInputs& inputs, Schedul
     }
     ++plan.num_steps;
     plan.num_rows += batch.num_rows();
-    plan.max_step_rows = std::max(plan.max_step_rows, batch.num_rows());
+    plan.max_step_rows = std::max(plan.max_step_rows, batch.num_computed());
     plan.max_step_requests =
         std::max(plan.max_step_requests, static_cast<int64_t>(batch.entries.size()));
     scheduler->commit();

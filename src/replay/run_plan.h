@@ -42,17 +42,18 @@ struct RunPlanOptions {
   int64_t check_rows = 0;
   int64_t topk = 0;
   int64_t page_size = 0;
-  std::vector<int64_t> layers;  ///< Model layer ids.
+  std::vector<int64_t> layers;  ///< Model layer ids, those of the target first.
   uint64_t seed = 0;
   bool inject_page = false;
 };
 
 /// Runs `scheduler` to its end without computing anything.
 ///
-/// Rows to check are drawn from the rows that a request computes for the first time, by a seeded
-/// reservoir for each of four strata: prefill and decode, longer than topk and not. Long rows get
-/// four fifths of the places, each kind half; what a stratum cannot fill goes to the others. In a
-/// stratum every request has about the same chance, however long it is. Layers take turns.
+/// Rows to check are drawn from the rows that a request computes for the first time and that stay,
+/// by a seeded reservoir for each of four strata: prefill and decode, longer than topk and not.
+/// Long rows get four fifths of the places, each kind half; what a stratum cannot fill goes to the
+/// others. In a stratum every request has about the same chance, however long it is. Layers take
+/// turns.
 ///
 /// Throws Error(kInvalidArgument) when inject_page finds no step whose request has a page to
 /// corrupt.

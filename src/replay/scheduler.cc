@@ -5,6 +5,12 @@
 #include "src/core/check.h"
 
 namespace fovea::internal {
+
+int64_t max_request_rows(const SchedulerRequest& request, int64_t draft_tokens) {
+  const int64_t rows = request.prompt_tokens + request.output_tokens - 1;
+  return request.output_tokens > 1 ? rows + draft_tokens : rows;
+}
+
 namespace {
 
 constexpr char kOp[] = "replay";
@@ -13,7 +19,7 @@ constexpr char kOp[] = "replay";
 int64_t table_width(const SchedulerConfig& config, const std::vector<SchedulerRequest>& requests) {
   int64_t width = 1;
   for (const SchedulerRequest& request : requests) {
-    const int64_t rows = request.prompt_tokens + request.output_tokens - 1;
+    const int64_t rows = max_request_rows(request, config.draft_tokens);
     if (rows <= config.num_pages * config.page_size) width = std::max(width, rows);
   }
   return width;
@@ -33,20 +39,21 @@ Scheduler::Scheduler(const SchedulerConfig& config, std::vector<SchedulerRequest
   for (int64_t r = 0; r < static_cast<int64_t>(requests_.size()); ++r) {
     RequestState& state = mutable_state(r);
     state.known = request(r).prompt_tokens;
-    if (pages_for(num_rows(r)) <= config_.num_pages) {
+    if (pages_for(max_rows(r)) <= config_.num_pages) {
       waiting_.insert(r);
       continue;
     }
     state.outcome = RequestOutcome::kRejected;
     state.finished = true;
-    state.message = "needs " + std::to_string(num_rows(r)) + " tokens (" +
-                    std::to_string(pages_for(num_rows(r))) + " pages of " +
+    state.message = "needs " + std::to_string(max_rows(r)) + " tokens (" +
+                    std::to_string(pages_for(max_rows(r))) + " pages of " +
                     std::to_string(config_.page_size) + "), but the whole cache has " +
                     std::to_string(config_.num_pages) +
                     " pages; raise cache_tokens or the token scale";
     ++rejected_;
   }
   unarrived_ = static_cast<int64_t>(waiting_.size());
+  drafts_.accepted_lengths.assign(static_cast<size_t>(config_.draft_tokens + 1), 0);
   advance_arrivals();
 }
 
@@ -63,31 +70,46 @@ bool Scheduler::next(StepBatch* batch) {
   if (!step_pending_) {
     if (running_.empty() && waiting_.empty()) return false;
     if (running_.empty() && *waiting_.begin() >= arrived_) {
-      clock_ms_ = request(*waiting_.begin()).arrival_ms;
-      advance_arrivals();
+      form_idle_step();
+    } else {
+      form_step();
     }
-    form_step();
     step_pending_ = true;
   }
   *batch = step_;
   return true;
 }
 
+void Scheduler::form_idle_step() {
+  step_.entries.clear();
+  step_.facts = ReplayStep{};
+  step_.facts.kind = StepKind::kIdle;
+  step_.facts.virtual_ms = clock_ms_;
+  step_.facts.pages_cached = allocator_.counts().cached;
+}
+
 void Scheduler::form_step() {
   step_.entries.clear();
   step_.facts = ReplayStep{};
-  if (config_.mixed) add_decode_rows();
+  if (config_.mixed) add_decode_rows(1);
   add_prefill_rows();
-  if (step_.entries.empty()) add_decode_rows();
+  const bool round = step_.facts.prefill_tokens == 0 && config_.draft_tokens > 0;
+  if (step_.entries.empty() || round) {
+    // Nothing to prefill: the decode rows of a mixed step become a round.
+    step_.entries.clear();
+    step_.facts.decode_tokens = 0;
+    add_decode_rows(1 + config_.draft_tokens);
+  }
   if (step_.entries.empty()) {
     throw Error(ErrorCode::kInternal, "replay: the scheduler formed an empty step");
   }
   ReplayStep& facts = step_.facts;
   const PageCounts counts = allocator_.counts();
   pages_peak_ = std::max(pages_peak_, counts.referenced);
-  facts.kind = facts.decode_tokens == 0    ? StepKind::kPrefill
-               : facts.prefill_tokens == 0 ? StepKind::kDecode
-                                           : StepKind::kMixed;
+  facts.kind = facts.decode_tokens == 0   ? StepKind::kPrefill
+               : facts.prefill_tokens > 0 ? StepKind::kMixed
+               : round                    ? StepKind::kVerify
+                                          : StepKind::kDecode;
   facts.virtual_ms = clock_ms_;
   facts.running = static_cast<int64_t>(running_.size());
   facts.waiting = static_cast<int64_t>(waiting_.size()) - unarrived_;
@@ -95,27 +117,43 @@ void Scheduler::form_step() {
   facts.pages_cached = counts.cached;
 }
 
-void Scheduler::add_decode_rows() {
+void Scheduler::add_decode_rows(int64_t rows) {
   // A copy: preemption removes members behind the current one.
   const std::vector<int64_t> order(running_.begin(), running_.end());
   for (const int64_t r : order) {
-    if (running_.contains(r) && state(r).decoding && take_page_for_decode(r)) {
-      add_entry(r, 1, true);
+    if (running_.contains(r) && state(r).decoding && take_pages_for_decode(r, rows)) {
+      add_entry(r, rows, true);
+      if (rows > 1) verify(&step_.entries.back());
     }
   }
 }
 
-bool Scheduler::take_page_for_decode(int64_t r) {
+bool Scheduler::take_pages_for_decode(int64_t r, int64_t rows) {
   RequestState& state = mutable_state(r);
-  if (pages_for(state.computed + 1) <= static_cast<int64_t>(state.pages.size())) return true;
-  while (!allocator_.can_allocate(1)) {
+  const int64_t missing =
+      pages_for(state.computed + rows) - static_cast<int64_t>(state.pages.size());
+  if (missing <= 0) return true;
+  while (!allocator_.can_allocate(missing)) {
     const int64_t youngest = *running_.rbegin();
     preempt_youngest();
     if (youngest == r) return false;
   }
-  state.pages.push_back(allocator_.allocate(1).front());
+  const std::vector<int32_t> fresh = allocator_.allocate(missing);
+  state.pages.insert(state.pages.end(), fresh.begin(), fresh.end());
   write_table(r, state.computed);
   return true;
+}
+
+// Row begin + i gives the token after it, if the drafted tokens up to there are right; what would
+// be past the end of the output does not stay.
+void Scheduler::verify(StepEntry* entry) {
+  const int64_t r = entry->request;
+  entry->accepted = config_.accepted(r, entry->begin + 1, config_.draft_tokens);
+  const int64_t missing_tokens =
+      request(r).prompt_tokens + request(r).output_tokens - state(r).known;
+  entry->kept_end = entry->begin + std::min(entry->accepted + 1, missing_tokens);
+  step_.facts.verify_rows += entry->rows();
+  step_.facts.decode_tokens -= entry->end - entry->kept_end;
 }
 
 void Scheduler::preempt_youngest() {
@@ -157,7 +195,8 @@ void Scheduler::add_prefill_rows() {
 }
 
 int64_t Scheduler::reserve_pages(int64_t r) const {
-  const int64_t soon = pages_for(std::min(state(r).known + kReserveTokens, num_rows(r)));
+  const int64_t soon =
+      pages_for(std::min(state(r).known + kReserveTokens, num_rows(r)) + max_rows(r) - num_rows(r));
   const auto held = running_.contains(r) ? static_cast<int64_t>(state(r).pages.size())
                                          : pages_for(state(r).known);
   return std::max<int64_t>(0, soon - held);
@@ -214,32 +253,62 @@ void Scheduler::add_entry(int64_t r, int64_t rows, bool decode) {
     const auto i = static_cast<size_t>(page);
     allocator_.publish(current.pages[i], current.page_hashes[i]);
   }
-  step_.entries.push_back(
-      {r, current.pool_row, current.computed, current.computed + rows, decode, current.produced});
+  StepEntry entry;
+  entry.request = r;
+  entry.pool_row = current.pool_row;
+  entry.begin = current.computed;
+  entry.end = entry.kept_end = current.computed + rows;
+  entry.decode = decode;
+  entry.first_new = current.produced;
+  step_.entries.push_back(entry);
   (decode ? step_.facts.decode_tokens : step_.facts.prefill_tokens) += rows;
 }
 
 void Scheduler::commit() {
   if (!step_pending_) throw Error(ErrorCode::kInternal, "replay: commit without a step");
   step_pending_ = false;
-  const auto prefill = static_cast<double>(step_.facts.prefill_tokens);
-  const auto decode = static_cast<double>(step_.facts.decode_tokens);
-  clock_ms_ +=
-      static_cast<double>(config_.token_scale) *
-      (prefill * config_.cost.prefill_ms_per_row +
-       (decode > 0 ? config_.cost.decode_step_ms : 0.0) + decode * config_.cost.decode_ms_per_row);
+  clock_ms_ += step_cost_ms();
+  if (step_.facts.kind == StepKind::kIdle) clock_ms_ = request(*waiting_.begin()).arrival_ms;
+  if (step_.facts.kind == StepKind::kVerify) ++drafts_.rounds;
   for (const StepEntry& entry : step_.entries) commit_entry(entry, clock_ms_);
   advance_arrivals();
 }
 
+double Scheduler::step_cost_ms() const {
+  const VirtualCostModel& cost = config_.cost;
+  const bool round = step_.facts.kind == StepKind::kVerify;
+  const auto prefill = static_cast<double>(step_.facts.prefill_tokens);
+  const auto decode =
+      static_cast<double>(round ? step_.facts.verify_rows : step_.facts.decode_tokens);
+  const auto drafts = static_cast<double>(round ? config_.draft_tokens : 0);
+  return static_cast<double>(config_.token_scale) *
+         (prefill * cost.prefill_ms_per_row + (decode > 0 ? cost.decode_step_ms : 0.0) +
+          decode * cost.decode_ms_per_row + drafts * cost.draft_forward_ms);
+}
+
+void Scheduler::count_verification(const StepEntry& entry) {
+  const int64_t kept = entry.kept_rows();
+  const int64_t accepted = std::min(entry.accepted, kept);
+  // The row behind the accepted tokens has decided about one more draft, unless they were the last
+  // ones drafted or the output ends before it.
+  const bool rejected = entry.accepted < config_.draft_tokens && kept == entry.accepted + 1;
+  ++drafts_.verifications;
+  drafts_.drafted += config_.draft_tokens;
+  drafts_.accepted += accepted;
+  drafts_.decided += accepted + (rejected ? 1 : 0);
+  drafts_.rolled_back_rows += entry.rows() - kept;
+  ++drafts_.accepted_lengths[static_cast<size_t>(accepted)];
+}
+
 void Scheduler::commit_entry(const StepEntry& entry, double end_ms) {
+  if (step_.facts.kind == StepKind::kVerify) count_verification(entry);
   RequestState& state = mutable_state(entry.request);
-  state.computed = entry.end;
-  state.produced = std::max(state.produced, entry.end);
+  state.computed = entry.kept_end;
+  state.produced = std::max(state.produced, entry.kept_end);
   const int64_t prompt_tokens = request(entry.request).prompt_tokens;
   if (state.computed < state.known) return;
-  // The row of the newest known token gives the next token.
-  ++state.known;
+  // The row of the newest known token gives the next token; in a round accepted tokens lie between.
+  state.known = state.computed + 1;
   state.decoding = true;
   if (state.known == prompt_tokens + 1) state.first_token_virtual_ms = end_ms;
   if (state.known < prompt_tokens + request(entry.request).output_tokens) return;

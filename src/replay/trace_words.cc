@@ -58,6 +58,12 @@ Arrivals parse_arrivals(std::string_view text) {
   return parse_word("arrivals", text, {Arrivals::kAsap, Arrivals::kTrace});
 }
 
+std::string_view to_string(DraftMode mode) noexcept { return mode == DraftMode::kV1 ? "v1" : "v2"; }
+
+DraftMode parse_draft_mode(std::string_view text) {
+  return parse_word("draft mode", text, {DraftMode::kV1, DraftMode::kV2});
+}
+
 std::string_view to_string(StepKind kind) noexcept {
   switch (kind) {
     case StepKind::kPrefill:
@@ -66,6 +72,10 @@ std::string_view to_string(StepKind kind) noexcept {
       return "decode";
     case StepKind::kMixed:
       return "mixed";
+    case StepKind::kVerify:
+      return "verify";
+    case StepKind::kIdle:
+      return "idle";
   }
   return "unknown";
 }

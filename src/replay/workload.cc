@@ -109,6 +109,12 @@ uint64_t Workload::token_id(int64_t r, int64_t position) const {
   return hash_in(HashDomain::kPromptToken, source.hash_ids[static_cast<size_t>(block)], place);
 }
 
+uint64_t Workload::wrong_token_id(int64_t r, int64_t position) const {
+  const uint64_t wrong = hash_in(HashDomain::kDraftToken, options_.seed,
+                                 requests_[static_cast<size_t>(r)].trace_row, position);
+  return wrong == token_id(r, position) ? ~wrong : wrong;
+}
+
 std::vector<uint64_t> Workload::page_hashes(int64_t r, int64_t page_size) const {
   std::vector<uint64_t> hashes;
   if (!trace_.has_hashes) return hashes;

@@ -45,6 +45,9 @@ class Workload {
   /// tokens; a generated token by (row of the trace, position, seed).
   uint64_t token_id(int64_t r, int64_t position) const;
 
+  /// Identity of a token that the draft model guessed wrong at `position`: never the token there.
+  uint64_t wrong_token_id(int64_t r, int64_t position) const;
+
   /// One hash per full page of the prompt: equal hashes stand for equal tokens in this page and in
   /// every page before it. Empty for a trace without block ids.
   std::vector<uint64_t> page_hashes(int64_t r, int64_t page_size) const;

@@ -64,9 +64,18 @@ class UsageTest(ReplayTest):
         self.refuse(2, "skip = 1", "--skip", 1)
 
     def test_options_of_later_builds(self):
-        for options in (("--draft-tokens", 3), ("--accept", 0.7), ("--draft-mode", "v1"), ("--graph",)):
-            self.refuse(2, f"{options[0]}: ", *options)
-            self.refuse(2, "not in this build yet", *options)
+        self.refuse(2, "--graph: ", "--graph")
+        self.refuse(2, "not in this build yet", "--graph")
+
+    def test_draft_options_are_checked(self):
+        for value in ("0", "-1", "8", "x", "1.5"):
+            self.refuse(2, "--draft-tokens", "--draft-tokens", value)
+        for value in ("-0.1", "1.1", "nan", "x"):
+            self.refuse(2, "accept", "--draft-tokens", 3, "--accept", value)
+        self.refuse(2, "expected v1, v2", "--draft-tokens", 3, "--draft-mode", "v3")
+        self.refuse(2, "--accept needs --draft-tokens", "--accept", 0.5)
+        self.refuse(2, "--draft-mode needs --draft-tokens", "--draft-mode", "v2")
+        self.expect(self.fovea("replay", "--help"), 0, "--draft-tokens", "--accept", "--draft-mode")
 
     def test_fault_injection_is_hidden_from_help(self):
         result = self.fovea("replay", "--help")
@@ -139,10 +148,25 @@ class RunTest(ReplayTest):
             digests.add((facts["digest"]["selection"], facts["digest"]["output"]))
         self.assertEqual(len(digests), 1)
 
+    def test_drafts_change_no_digest_and_are_reported(self):
+        plain, _ = self.replay()
+        self.assertIsNone(plain["drafts"])
+        for options in (("--accept", 0.7), ("--draft-mode", "v2", "--accept", 0), ("--mixed", "--draft-mode", "v2", "--accept", 1)):
+            facts, result = self.replay("--draft-tokens", 3, "--check", 30, *options)
+            self.assertEqual(facts["digest"], plain["digest"])
+            self.assertEqual(facts["check"]["mismatches"], 0)
+            self.assertEqual([layer["kind"] for layer in facts["layers"]], ["dsa", "draft"])
+            self.assertEqual(sum(facts["drafts"]["accepted_lengths"]), facts["drafts"]["verifications"])
+            self.assertIn("target_verify", [mode["mode"] for mode in facts["modes"]])
+            for fragment in ("3 a round", "rows rolled back", "target_verify", "draft_extend"):
+                self.assertIn(fragment, result.stdout)
+        self.assertEqual(facts["drafts"]["rate"], 1)
+
     def test_a_wrong_page_is_found_and_named(self):
         _, result = self.replay("--check", 30, "--inject", "page", code=1)
         self.assertRegex(result.stdout, r"MISMATCH +request \d+, position \d+, layer \d+ \(dsa\), \w+: (selection|output)")
         self.assertIn("checked rows are wrong", result.stderr)
+        self.replay("--check", 30, "--inject", "page", "--draft-tokens", 2, code=1)
 
     def test_a_request_larger_than_the_cache_is_rejected(self):
         facts, result = self.replay("--cache-tokens", 24)

@@ -43,6 +43,12 @@ ReplayResult full_result() {
   result.ops = {op, op};
   result.ops[1].roofline_share = 0.5;
   result.steps.resize(2);
+  result.steps[1].kind = StepKind::kIdle;
+  result.options.draft_tokens = 3;
+  result.options.accept = 0.25;
+  result.options.draft_mode = DraftMode::kV2;
+  result.modes = {{ForwardMode::kDraftExtendV2, true, 2, 8, 0.5}};
+  result.drafts = ReplayDrafts{1, 2, 6, 4, 3, 0.75, 3, {1, 0, 0, 1}};
   return result;
 }
 
@@ -62,6 +68,18 @@ TEST(ReplayJson, HoldsTheNamedFields) {
   EXPECT_EQ(json.find("check")->find("worst")->kind(), Json::Kind::kNull);
   EXPECT_EQ(json.find("ops")->items()[0].find("roofline_share")->kind(), Json::Kind::kNull);
   EXPECT_EQ(json.find("ops")->items()[1].find("roofline_share")->as_number(), 0.5);
+  EXPECT_EQ(json.find("options")->find("accept")->as_number(), 0.25);
+  EXPECT_EQ(json.find("options")->find("draft_mode")->as_string(), "v2");
+  EXPECT_EQ(json.find("drafts")->find("rate")->as_number(), 0.75);
+  EXPECT_EQ(json.find("drafts")->find("accepted_lengths")->items().size(), 4u);
+  EXPECT_EQ(json.find("modes")->items()[0].find("mode")->as_string(), "draft_extend_v2");
+  EXPECT_EQ(json.find("modes")->items()[0].find("model")->as_string(), "draft");
+  const Json::Array& kinds = json.find("steps")->find("kinds")->items();
+  ASSERT_EQ(kinds.size(), 2u);
+  EXPECT_EQ(kinds[1].find("kind")->as_string(), "idle");
+  const Json plain = Json::parse(to_json(ReplayResult{}), "result");
+  EXPECT_EQ(plain.find("drafts")->kind(), Json::Kind::kNull);
+  EXPECT_EQ(plain.find("options")->find("draft_mode")->kind(), Json::Kind::kNull);
   const Json::Array& rejections = json.find("requests")->find("rejections")->items();
   ASSERT_EQ(rejections.size(), 1u);
   EXPECT_EQ(rejections[0].find("request")->as_integer(), 3);

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
 
 #include "fovea/error.h"
@@ -129,6 +130,150 @@ TEST(Replay, DigestsAreEqualForEveryWayOfRunning) {
   same("arrivals", [](auto& o) { o.arrivals = Arrivals::kTrace, o.spread_arrivals = true; });
 }
 
+// Requests with long outputs, so that rounds matter.
+Trace long_outputs() {
+  TraceGeneratorOptions traffic;
+  traffic.num_requests = 6;
+  traffic.mean_input_length = 1200;
+  traffic.mean_output_length = 2500;
+  return generate_trace(traffic);
+}
+
+const ReplayMode* mode_of(const ReplayResult& result, ForwardMode mode, bool draft) {
+  for (const ReplayMode& found : result.modes) {
+    if (found.mode == mode && found.draft == draft) return &found;
+  }
+  return nullptr;
+}
+
+TEST(Replay, DraftsChangeNoRow) {
+  const Trace trace = long_outputs();
+  const ReplayResult base = run(small_options(), trace);
+  EXPECT_FALSE(base.drafts);
+  const auto same = [&](const char* name, const std::function<void(ReplayOptions&)>& change) {
+    ReplayOptions options = small_options();
+    options.draft_tokens = 3;
+    change(options);
+    const ReplayResult other = run(options, trace);
+    EXPECT_EQ(other.digest_rows, base.digest_rows) << name;
+    EXPECT_EQ(other.digest_selection, base.digest_selection) << name;
+    EXPECT_EQ(other.digest_output, base.digest_output) << name;
+    EXPECT_TRUE(other.ok()) << name << "\n" << failures_of(other);
+    EXPECT_EQ(other.completed, 6) << name;
+    EXPECT_EQ(other.decode_rows, base.decode_rows) << name;
+    return other;
+  };
+  const ReplayResult v1 = same("v1", [](auto&) {});
+  const ReplayResult v2 = same("v2", [](auto& o) { o.draft_mode = DraftMode::kV2; });
+  ASSERT_TRUE(v1.drafts && v2.drafts);
+  EXPECT_EQ(v1.drafts->accepted_lengths, v2.drafts->accepted_lengths);
+  EXPECT_LT(v1.steps.size(), base.steps.size());
+  same("never accepted", [](auto& o) { o.accept = 0; });
+  same("always accepted", [](auto& o) { o.accept = 1, o.draft_mode = DraftMode::kV2; });
+  same("1 draft", [](auto& o) { o.draft_tokens = 1; });
+  same("7 drafts", [](auto& o) { o.draft_tokens = 7, o.draft_mode = DraftMode::kV2; });
+  same("mixed", [](auto& o) { o.mixed = true, o.chunk = 9; });
+  same("mixed v2", [](auto& o) { o.mixed = true, o.chunk = 9, o.draft_mode = DraftMode::kV2; });
+  same("page 1", [](auto& o) { o.page = 1; });
+  same("2 threads", [](auto& o) { o.device = Device::cpu(2); });
+  same("no sharing", [](auto& o) { o.prefix_sharing = false, o.max_batch = 3; });
+  same("arrivals", [](auto& o) { o.arrivals = Arrivals::kTrace; });
+  same("more rows checked", [](auto& o) { o.check_rows = 60; });
+}
+
+TEST(Replay, ARoundRunsItsModesOnBothModels) {
+  ReplayOptions options = small_options();
+  options.draft_tokens = 3;
+  options.layers = "2";
+  options.check_rows = 90;
+  for (const DraftMode draft_mode : {DraftMode::kV1, DraftMode::kV2}) {
+    options.draft_mode = draft_mode;
+    const ReplayResult result = run(options, long_outputs());
+    EXPECT_TRUE(result.ok()) << failures_of(result);
+    ASSERT_TRUE(result.drafts);
+    const ReplayDrafts& drafts = *result.drafts;
+    const ReplayMode* verify = mode_of(result, ForwardMode::kTargetVerify, false);
+    const ReplayMode* chain = mode_of(result, ForwardMode::kDecode, true);
+    const bool v1 = draft_mode == DraftMode::kV1;
+    const ReplayMode* extend =
+        mode_of(result, v1 ? ForwardMode::kDraftExtend : ForwardMode::kDraftExtendV2, true);
+    const ReplayMode* prefill = mode_of(result, ForwardMode::kExtend, false);
+    const ReplayMode* draft_prefill = mode_of(result, ForwardMode::kExtend, true);
+    ASSERT_TRUE(verify && chain && extend && prefill && draft_prefill);
+    EXPECT_EQ(result.modes.size(), 5u);
+    EXPECT_EQ(verify->steps, drafts.rounds);
+    EXPECT_EQ(verify->rows, 4 * drafts.verifications);
+    EXPECT_EQ(chain->steps, 2 * drafts.rounds);
+    EXPECT_EQ(chain->rows, 2 * drafts.verifications);
+    EXPECT_EQ(extend->rows, v1 ? result.decode_rows : verify->rows);
+    EXPECT_EQ(prefill->rows, result.prefill_rows);
+    EXPECT_EQ(draft_prefill->rows, result.prefill_rows);
+    EXPECT_EQ(drafts.rolled_back_rows, verify->rows - result.decode_rows);
+    EXPECT_EQ(drafts.rate, static_cast<double>(drafts.accepted) / double(drafts.decided));
+    // One seeded trace: about 200 decisions.
+    EXPECT_NEAR(drafts.rate, 0.7, 0.12);
+    // Rows of the draft model's layer are checked like those of the others.
+    ASSERT_EQ(result.layers.size(), 3u);
+    EXPECT_EQ(result.layers[2].id, 3);
+    EXPECT_EQ(result.layers[2].kind, "draft");
+    EXPECT_EQ(result.layers[2].checked_rows, 30);
+    EXPECT_GT(result.check.rows_decode, 30);
+  }
+}
+
+TEST(Replay, OneDraftTokenNeedsNoChain) {
+  ReplayOptions options = small_options();
+  options.draft_tokens = 1;
+  const ReplayResult result = run(options);
+  EXPECT_EQ(mode_of(result, ForwardMode::kDecode, true), nullptr);
+  EXPECT_NE(mode_of(result, ForwardMode::kTargetVerify, false), nullptr);
+}
+
+TEST(Replay, AServerThatWaitsRunsIdleSteps) {
+  Trace trace = parse_trace("0,900,300\n3600000,900,200\n", "a.csv");
+  for (const int64_t draft_tokens : {0, 2}) {
+    ReplayOptions options = small_options();
+    options.arrivals = Arrivals::kTrace;
+    options.draft_tokens = draft_tokens;
+    const ReplayResult result = run(options, trace);
+    EXPECT_TRUE(result.ok()) << failures_of(result);
+    const auto idle = std::count_if(result.steps.begin(), result.steps.end(),
+                                    [](const auto& step) { return step.kind == StepKind::kIdle; });
+    EXPECT_EQ(idle, 1);
+    const ReplayMode* target = mode_of(result, ForwardMode::kIdle, false);
+    ASSERT_NE(target, nullptr);
+    EXPECT_EQ(target->steps, 1);
+    EXPECT_EQ(target->rows, 0);
+    EXPECT_EQ(mode_of(result, ForwardMode::kIdle, true) != nullptr, draft_tokens > 0);
+    EXPECT_GT(result.decode_tokens_per_s, 0);
+  }
+}
+
+TEST(Replay, PreemptedRequestsWithDraftsAreRecomputedToTheSameRows) {
+  const Trace trace = long_outputs();
+  const ReplayResult roomy = run(small_options(), trace);
+  ReplayOptions options = small_options();
+  for (const ReplayRequest& request : roomy.requests) {
+    options.cache_tokens =
+        std::max(options.cache_tokens, request.prompt_tokens + request.output_tokens + 8);
+  }
+  options.draft_tokens = 4;
+  for (const DraftMode mode : {DraftMode::kV1, DraftMode::kV2}) {
+    for (const bool mixed : {false, true}) {
+      options.draft_mode = mode;
+      options.mixed = mixed;
+      const ReplayResult tight = run(options, trace);
+      EXPECT_GT(tight.preempted, 0);
+      EXPECT_GT(tight.recomputed_rows, 0);
+      EXPECT_EQ(tight.completed, 6);
+      EXPECT_TRUE(tight.ok()) << failures_of(tight);
+      EXPECT_EQ(tight.digest_rows, roomy.digest_rows);
+      EXPECT_EQ(tight.digest_selection, roomy.digest_selection);
+      EXPECT_EQ(tight.digest_output, roomy.digest_output);
+    }
+  }
+}
+
 TEST(Replay, PreemptedRequestsAreRecomputedToTheSameRows) {
   TraceGeneratorOptions traffic;
   traffic.num_requests = 5;
@@ -167,11 +312,16 @@ TEST(Replay, SeedAndLayersChangeTheDigest) {
 
 TEST(Replay, AWrongPageIsAMismatchThatIsNamed) {
   const ReplayResult base = run(small_options());
-  for (const bool mixed : {false, true}) {
+  struct Way {
+    bool mixed;
+    int64_t draft_tokens;
+  };
+  for (const Way way : {Way{false, 0}, Way{true, 0}, Way{false, 3}}) {
     const ReplayResult result = run_with([&](auto& o) {
       o.inject = "page";
       o.check_rows = 0;
-      o.mixed = mixed;
+      o.mixed = way.mixed;
+      o.draft_tokens = way.draft_tokens;
     });
     EXPECT_FALSE(result.ok());
     EXPECT_EQ(result.check.rows, 1);
@@ -289,6 +439,12 @@ TEST(Replay, RefusesOptionsBeforeAnythingRuns) {
   EXPECT_THAT(message_of([](auto& o) { o.seed = ~uint64_t{0}; }), HasSubstr("seed"));
   EXPECT_THAT(message_of([](auto& o) { o.virtual_cost.decode_step_ms = -1; }),
               HasSubstr("virtual_cost"));
+  EXPECT_THAT(message_of([](auto& o) { o.virtual_cost.draft_forward_ms = -1; }),
+              HasSubstr("virtual_cost"));
+  EXPECT_THAT(message_of([](auto& o) { o.draft_tokens = 8; }), HasSubstr("draft_tokens"));
+  EXPECT_THAT(message_of([](auto& o) { o.draft_tokens = -1; }), HasSubstr("draft_tokens"));
+  EXPECT_THAT(message_of([](auto& o) { o.accept = 1.01; }), HasSubstr("accept = 1.01"));
+  EXPECT_THAT(message_of([](auto& o) { o.accept = std::nan(""); }), HasSubstr("accept"));
   ReplayOptions unknown;
   unknown.model = "gpt-2";
   EXPECT_THROW(replay(small_trace(), unknown), Error);

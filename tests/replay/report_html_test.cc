@@ -181,6 +181,27 @@ TEST(ReportHtml, LongRunsAreDrawnInFewIntervals) {
   EXPECT_LT(html.size(), 400u << 10);
 }
 
+TEST(ReportHtml, DraftsHaveACardOnlyWhenThereAreAny) {
+  ReplayResult result = test::sample_result(100);
+  EXPECT_THAT(render_report_html(result), Not(HasSubstr("rows rolled back")));
+  result.options.draft_tokens = 3;
+  result.options.accept = 0.65;
+  result.options.draft_mode = DraftMode::kV2;
+  result.drafts = ReplayDrafts{11, 1234, 3702, 2345, 1678, 0.7156, 789, {300, 250, 184, 500}};
+  result.steps[0].kind = StepKind::kVerify;
+  result.steps[1].kind = StepKind::kIdle;
+  const std::string html = render_report_html(result);
+  expect_sound(html);
+  for (const char* figure :
+       {"71.6 %", "1,678 of 2,345 decided", "3,702", "789", "3 accepted: 500, 40.5 %",
+        "3 tokens a round, each accepted with chance 0.65, draft extend v2", "target_verify",
+        "98,765", "5,400", ">verify<", ">idle<"})
+    EXPECT_THAT(html, HasSubstr(figure));
+  result.drafts = ReplayDrafts{};
+  result.drafts->rate = std::numeric_limits<double>::quiet_NaN();
+  expect_sound(render_report_html(result));
+}
+
 TEST(ReportHtml, PeaksSurviveTheIntervals) {
   ReplayResult result = test::sample_result(20000);
   result.steps[12345].running = 987654;

@@ -73,6 +73,8 @@ inline ReplayResult sample_result(int64_t num_steps, uint64_t seed = 1) {
   result.evictions = 17;
   result.preempted = 3;
   result.check = {200, 120, 80, 150, 60, 0, 0.00123, 1.5e-5, 2.5e-6, 1, {}};
+  result.modes = {{ForwardMode::kExtend, false, 60, 20123, 9000.5},
+                  {ForwardMode::kTargetVerify, false, 240, 98765, 5400.25}};
   result.digest_selection = 0x0123456789abcdefu;
   result.digest_output = 0xfedcba9876543210u;
   result.digest_rows = 24690;
