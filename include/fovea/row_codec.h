@@ -27,9 +27,10 @@ struct RowCodecProblem {
 };
 
 struct PackRowsTensors {
-  ConstTensorView src;    ///< bf16 [N, D]
-  ConstTensorView slots;  ///< i32 [N]; page * page_size + offset; outside the pool: skipped
-  TensorView pool;        ///< u8 [pages, >= page_bytes]; kBf16 also as bf16 [S, D]
+  ConstTensorView src;        ///< bf16 [N, D]; with `rope` bf16 [N, D - 64], the latent part
+  ConstTensorView slots;      ///< i32 [N]; page * page_size + offset; outside the pool: skipped
+  TensorView pool;            ///< u8 [pages, >= page_bytes]; kBf16 also as bf16 [S, D]
+  ConstTensorView rope = {};  ///< optional: bf16 [N, 64], the last 64 channels
 };
 
 /// Scatters bf16 rows into the slots of a paged pool, quantising as the format says:
@@ -40,8 +41,12 @@ struct PackRowsTensors {
 ///   kI132   one tile over all D channels: scale and e4m3(x / scale)
 ///   kF576   e4m3(x / k_scale) of all 576 channels, saturating at +-448; no scale is stored
 ///
-/// with IEEE fp32 divisions and the scale rules of docs/formats.md, so that the bytes are equal on
-/// every backend. NaN becomes the code 0x7F, infinities saturate, neither enters a scale.
+/// With `rope` a row is src[i] | rope[i], each where the model left it: the bytes are those of
+/// packing the concatenation. For rows of 576 channels (kBf16, kV32, kF576).
+///
+/// Codes and scales follow from IEEE fp32 divisions and the scale rules of docs/formats.md, so that
+/// the bytes are equal on every backend. NaN becomes the code 0x7F, infinities saturate, neither
+/// enters a scale.
 ///
 /// Rows whose slot is outside the pool (e.g. -1) are skipped; all other bytes of the pool keep
 /// their value. The content of a slot that occurs twice in one call is unspecified. N = 0: nothing

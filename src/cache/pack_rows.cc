@@ -1,6 +1,10 @@
 #include "fovea/row_codec.h"
+
+#include <string>
+
 #include "src/cache/pack_rows_impl.h"
 #include "src/cache/row_codec.h"
+#include "src/core/check.h"
 #include "src/core/implementation_list.h"
 #include "src/core/row_layout.h"
 
@@ -18,9 +22,26 @@ const internal::OperatorRegistration kRegistration("cache", kOp, [] {
   return internal::list_implementations(kImplementations);
 });
 
+// Whether the rows come in two parts, latent and rope.
+bool has_rope(const RowCodecProblem& problem, const PackRowsTensors& tensors) {
+  if (!tensors.rope.defined()) return false;
+  if (problem.row_format == RowFormat::kI132 || problem.width != internal::kV32Width) {
+    internal::invalid(kOp, "rope = " + to_string(tensors.rope) +
+                               " with row_format = " + std::string(to_string(problem.row_format)) +
+                               ", width = " + std::to_string(problem.width) +
+                               ", expected none: only rows of 576 channels in bf16, v32 or f576 "
+                               "have a rope part; pass whole rows as src");
+  }
+  return true;
+}
+
 void check_tensors(const RowCodecProblem& problem, const PackRowsTensors& tensors) {
+  const int64_t rope_dim = has_rope(problem, tensors) ? internal::kV32RopeDim : 0;
   internal::check_codec_pool(kOp, problem, tensors.pool);
-  internal::check_codec_rows(kOp, problem, tensors.slots, "src", tensors.src);
+  internal::check_codec_rows(kOp, problem, tensors.slots, "src", tensors.src,
+                             problem.width - rope_dim);
+  internal::check_optional(kOp, "rope", tensors.rope, DType::kBf16,
+                           {tensors.slots.shape[0], rope_dim});
   const int64_t page_elements =
       tensors.pool.dtype == DType::kBf16
           ? problem.width

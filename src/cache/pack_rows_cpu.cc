@@ -24,7 +24,10 @@ struct PackContext {
   int64_t width;
   ScaleMode mode;
   float k_scale;
+  Accessor<const bf16_t, 2> rope;  // null: the rows of src are whole
 
+  // The rope part of a row of kV32Width channels, whose other channels are src.row(i).
+  const bf16_t* rope_of(int64_t i) const { return rope ? rope.row(i) : src.row(i) + kV32LatentDim; }
   bool takes(int64_t i) const { return pool.contains(slots(i)); }
 };
 
@@ -34,39 +37,49 @@ template <bool kStream>
 HWY_INLINE void prefetch_ahead(const PackContext& context, int64_t i, int64_t bytes) {
   const int64_t ahead = i + kPrefetchRows;
   if (ahead >= context.slots.shape[0] || !context.takes(ahead)) return;
-  prefetch_row(reinterpret_cast<const uint8_t*>(context.src.row(ahead)), 2 * context.width);
+  prefetch_row(reinterpret_cast<const uint8_t*>(context.src.row(ahead)), 2 * context.src.shape[1]);
+  if (context.rope) {
+    prefetch_row(reinterpret_cast<const uint8_t*>(context.rope.row(ahead)), 2 * kV32RopeDim);
+  }
   if constexpr (!kStream) {
     prefetch_row(context.pool.record(context.slots(ahead), bytes), bytes);
   }
 }
 
 template <bool kStream>
-void pack_bf16_rows(const PackContext& context, int64_t begin, int64_t end) {
-  const int64_t bytes = 2 * context.width;
-  for (int64_t i = begin; i < end; ++i) {
-    prefetch_ahead<kStream>(context, i, bytes);
-    if (!context.takes(i)) continue;
-    const auto* const from = reinterpret_cast<const uint8_t*>(context.src.row(i));
-    uint8_t* const to = context.pool.record(context.slots(i), bytes);
-    if constexpr (kStream) {
-      stream_row(from, to, bytes);
-    } else {
-      std::memcpy(to, from, static_cast<size_t>(bytes));
-    }
+HWY_INLINE void copy_elements(const bf16_t* x, int64_t count, uint8_t* to) {
+  const int64_t bytes = 2 * count;
+  if constexpr (kStream) {
+    stream_row(reinterpret_cast<const uint8_t*>(x), to, bytes);
+  } else {
+    std::memcpy(to, x, static_cast<size_t>(bytes));
   }
 }
 
-HWY_INLINE void pack_v32(const bf16_t* x, ScaleMode mode, uint8_t* record) {
+template <bool kStream>
+void pack_bf16_rows(const PackContext& context, int64_t begin, int64_t end) {
+  const int64_t bytes = 2 * context.width;
+  const int64_t src_width = context.src.shape[1];
+  for (int64_t i = begin; i < end; ++i) {
+    prefetch_ahead<kStream>(context, i, bytes);
+    if (!context.takes(i)) continue;
+    uint8_t* const to = context.pool.record(context.slots(i), bytes);
+    copy_elements<kStream>(context.src.row(i), src_width, to);
+    if (context.rope) copy_elements<kStream>(context.rope.row(i), kV32RopeDim, to + 2 * src_width);
+  }
+}
+
+HWY_INLINE void pack_v32(const bf16_t* x, const bf16_t* rope, ScaleMode mode, uint8_t* record) {
   const bf16_t* const from[] = {x, x + kV32TileDim, x + 2 * kV32TileDim, x + 3 * kV32TileDim};
   uint8_t* const to[] = {record, record + kV32TileDim, record + 2 * kV32TileDim,
                          record + 3 * kV32TileDim};
   float scales[kV32NumTiles];
   quantize_tiles_simd(from, kV32TileDim, latent_tile_scale, mode, to, scales);
   std::memcpy(record + kV32ScaleOffset, scales, sizeof(scales));
-  std::memcpy(record + kV32RopeOffset, x + kV32LatentDim, sizeof(bf16_t) * kV32RopeDim);
+  std::memcpy(record + kV32RopeOffset, rope, sizeof(bf16_t) * kV32RopeDim);
 }
 
-// Records of one piece: pack_record(x, record) packs one.
+// Records of one piece: pack_record(i, record) packs row i.
 template <bool kStream, int64_t kBytes, class PackRecord>
 HWY_INLINE void pack_records(const PackContext& context, int64_t begin, int64_t end,
                              const PackRecord& pack_record) {
@@ -79,7 +92,7 @@ HWY_INLINE void pack_records(const PackContext& context, int64_t begin, int64_t 
     prefetch_ahead<kStream>(context, i, kBytes);
     if (!context.takes(i)) continue;
     uint8_t* const to = context.pool.record(context.slots(i), kBytes);
-    pack_record(context.src.row(i), kStream ? records[current] : to);
+    pack_record(i, kStream ? records[current] : to);
     if constexpr (kStream) {
       current ^= 1;
       if (pending != nullptr) stream_row(records[current], pending, kBytes);
@@ -91,16 +104,17 @@ HWY_INLINE void pack_records(const PackContext& context, int64_t begin, int64_t 
 
 template <bool kStream>
 void pack_v32_rows(const PackContext& context, int64_t begin, int64_t end) {
-  pack_records<kStream, kV32RowBytes>(context, begin, end, [&](const bf16_t* x, uint8_t* record) {
-    pack_v32(x, context.mode, record);
+  pack_records<kStream, kV32RowBytes>(context, begin, end, [&](int64_t i, uint8_t* record) {
+    pack_v32(context.src.row(i), context.rope_of(i), context.mode, record);
   });
 }
 
 template <bool kStream>
 void pack_f576_rows(const PackContext& context, int64_t begin, int64_t end) {
   const TileScale scale(context.k_scale);
-  pack_records<kStream, kF576Width>(context, begin, end, [&](const bf16_t* x, uint8_t* record) {
-    encode_tile_simd(x, kF576Width, scale, record);
+  pack_records<kStream, kF576Width>(context, begin, end, [&](int64_t i, uint8_t* record) {
+    encode_tile_simd(context.src.row(i), kV32LatentDim, scale, record);
+    encode_tile_simd(context.rope_of(i), kV32RopeDim, scale, record + kV32LatentDim);
   });
 }
 
@@ -175,7 +189,8 @@ void pack_rows(const RowCodecProblem& problem, const Device& device,
                             paged_rows<uint8_t>(tensors.pool, problem.page_size),
                             problem.width,
                             problem.scale_mode,
-                            problem.k_scale};
+                            problem.k_scale,
+                            access<const bf16_t, 2>(tensors.rope)};
   const bool stream = may_stream(context, row_bytes(problem.row_format, problem.width));
   const ThreadScope threads(device.num_threads);
   // 32 rows take some microseconds: enough to pay for a task, few enough to balance.

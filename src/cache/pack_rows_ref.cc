@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstring>
 
 #include "src/cache/pack_rows_impl.h"
@@ -25,11 +26,18 @@ void pack_rows_ref(const RowCodecProblem& problem, const Device&, const PackRows
   const auto src = access<const bf16_t, 2>(tensors.src);
   const auto slots = access<const int32_t, 1>(tensors.slots);
   const auto pool = paged_rows<uint8_t>(tensors.pool, problem.page_size);
+  const auto rope = access<const bf16_t, 2>(tensors.rope);
   const int64_t width = problem.width;
+  bf16_t joined[kV32Width];
   for (int64_t i = 0; i < slots.shape[0]; ++i) {
     const int32_t slot = slots(i);
     if (!pool.contains(slot)) continue;
     const bf16_t* x = src.row(i);
+    if (rope) {
+      std::copy_n(x, kV32LatentDim, joined);
+      std::copy_n(rope.row(i), kV32RopeDim, joined + kV32LatentDim);
+      x = joined;
+    }
     switch (problem.row_format) {
       case RowFormat::kBf16:
         std::memcpy(pool.record(slot, 2 * width), x, static_cast<size_t>(2 * width));

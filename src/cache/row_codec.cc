@@ -61,10 +61,10 @@ void check_codec_pool(const char* op, const RowCodecProblem& problem, const Cons
 }
 
 void check_codec_rows(const char* op, const RowCodecProblem& problem, const ConstTensorView& slots,
-                      const char* rows_name, const ConstTensorView& rows) {
+                      const char* rows_name, const ConstTensorView& rows, int64_t row_elements) {
   check_tensor(op, "slots", slots, DType::kI32, {kAnyExtent});
   check_range(op, "slots.shape[0]", slots.shape[0], 0, problem.max_rows);
-  check_tensor(op, rows_name, rows, DType::kBf16, {slots.shape[0], problem.width});
+  check_tensor(op, rows_name, rows, DType::kBf16, {slots.shape[0], row_elements});
 }
 
 void check_no_overlap(const char* op, const char* name, const ConstTensorView& tensor,

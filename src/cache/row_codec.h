@@ -11,9 +11,9 @@ void check_codec_problem(const char* op, const RowCodecProblem& problem);
 /// The pool: u8 [pages, >= page_bytes], or bf16 [S, width] for kBf16.
 void check_codec_pool(const char* op, const RowCodecProblem& problem, const ConstTensorView& pool);
 
-/// `slots` i32 [N] and `rows` (named `rows_name`) bf16 [N, width], N <= max_rows.
+/// `slots` i32 [N] and `rows` (named `rows_name`) bf16 [N, row_elements], N <= max_rows.
 void check_codec_rows(const char* op, const RowCodecProblem& problem, const ConstTensorView& slots,
-                      const char* rows_name, const ConstTensorView& rows);
+                      const char* rows_name, const ConstTensorView& rows, int64_t row_elements);
 
 /// A tensor that is written: the rows of axis 0 take `row_elements` each and must not overlap.
 void check_no_overlap(const char* op, const char* name, const ConstTensorView& tensor,

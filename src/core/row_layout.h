@@ -8,7 +8,8 @@
 /// Byte layouts of packed rows (docs/formats.md) and the addresses of their parts.
 namespace fovea::internal {
 
-/// v32: 512 e4m3 codes, one fp32 scale per 128 of them, 64 bf16 rope values, in one record.
+/// v32: 512 e4m3 codes, one fp32 scale per 128 of them, 64 bf16 rope values, in one record. Rows of
+/// 576 channels consist of the same two parts in every format.
 inline constexpr int64_t kV32LatentDim = 512;
 inline constexpr int64_t kV32TileDim = 128;
 inline constexpr int64_t kV32NumTiles = kV32LatentDim / kV32TileDim;

@@ -268,6 +268,79 @@ TEST_P(PackRowsTest, AgreesWithTheReferenceForAnyThreadCountStrideAndAlignment) 
   }
 }
 
+// Latent and rope where the model left them, each a slice of something wider: the bytes are those
+// of the concatenation.
+TEST_P(PackRowsTest, SeparateRopePartGivesTheBytesOfTheConcatenation) {
+  const int64_t num_rows = 70;
+  std::vector<int32_t> slot_values;
+  for (int32_t i = 0; i < 70; ++i) slot_values.push_back(i % 9 == 4 ? -1 : (i * 29) % 75);
+  const Tensor slots = Tensor::i32({num_rows}, slot_values);
+  for (const RowFormat format : {RowFormat::kBf16, RowFormat::kV32, RowFormat::kF576}) {
+    const std::vector<bf16_t> rows = hostile_rows(format, num_rows, 576);
+    // Rope first here, and odd elements between: nothing is aligned, nothing is adjacent. What
+    // belongs to no view is NaN.
+    const int64_t stride = 64 + 3 + 512 + 2;
+    Tensor memory(DType::kBf16, {num_rows * stride});
+    memory.fill_bytes(0xFF);
+    for (int64_t i = 0; i < num_rows; ++i) {
+      const bf16_t* const row = rows.data() + i * 576;
+      bf16_t* const to = memory.data<bf16_t>() + i * stride;
+      std::copy_n(row + 512, 64, to + 1);
+      std::copy_n(row, 512, to + 67);
+    }
+    const auto part = [&](int64_t first, int64_t width) {
+      ConstTensorView view = make_tensor(static_cast<const void*>(memory.data<bf16_t>() + first),
+                                         DType::kBf16, {num_rows, width});
+      view.stride[0] = stride;
+      return view;
+    };
+    for (const ScaleMode mode : kModes) {
+      const float k_scale = mode == ScaleMode::kPow2 ? 0.5f : 0.37f;
+      const RowCodecProblem problem{num_rows, format, 5, 576, mode, k_scale};
+      Tensor expected(DType::kU8, {15, page_bytes(format, 5, 576) + 7});
+      expected.fill_bytes(0x5A);
+      const Tensor before = expected;
+      pack(problem, {Tensor::bf16({num_rows, 576}, rows), slots, expected}, {"ref"});
+      ASSERT_NE(expected.bytes(), before.bytes());
+      for (const int threads : {1, 3}) {
+        Tensor pool = before;
+        pack(problem, {part(67, 512), slots, pool, part(1, 64)}, GetParam().options(), threads);
+        ASSERT_EQ(pool.bytes(), expected.bytes()) << to_string(format) << ' ' << threads;
+      }
+    }
+  }
+}
+
+TEST_P(PackRowsTest, SeparateRopePartGoesIntoABf16PoolOfRows) {
+  const std::vector<bf16_t> rows = hostile_rows(RowFormat::kBf16, 3, 576);
+  const Tensor whole = Tensor::bf16({3, 576}, rows), slots = Tensor::i32({3}, {4, 9, 0});
+  ConstTensorView latent = whole.view(), rope = whole.view();
+  latent.shape[1] = 512;
+  rope.shape[1] = 64;
+  rope.data = whole.data<bf16_t>() + 512;
+  Tensor pool(DType::kBf16, {6, 576}), expected = pool;
+  pack({3, RowFormat::kBf16, 0, 576}, {latent, slots, pool, rope}, GetParam().options());
+  pack({3, RowFormat::kBf16, 0, 576}, {whole, slots, expected}, {"ref"});
+  EXPECT_EQ(pool.bytes(), expected.bytes());
+}
+
+TEST_P(PackRowsTest, ReadsOnlyTheTwoPartsOfARow) {
+  const std::vector<bf16_t> rows = hostile_rows(RowFormat::kV32, 1, 576);
+  test::GuardedMemory latent(1024), rope(128);
+  std::memcpy(latent.data(), rows.data(), 1024);
+  std::memcpy(rope.data(), rows.data() + 512, 128);
+  const Tensor slots = Tensor::i32({1}, {0});
+  for (const RowFormat format : {RowFormat::kBf16, RowFormat::kV32, RowFormat::kF576}) {
+    Tensor pool(DType::kU8, {1, page_bytes(format, 1, 576)}), expected = pool;
+    pack({1, format, 1, 576},
+         {make_tensor(static_cast<const void*>(latent.data()), DType::kBf16, {1, 512}), slots, pool,
+          make_tensor(static_cast<const void*>(rope.data()), DType::kBf16, {1, 64})},
+         GetParam().options());
+    pack({1, format, 1, 576}, {Tensor::bf16({1, 576}, rows), slots, expected}, {"ref"});
+    EXPECT_EQ(pool.bytes(), expected.bytes());
+  }
+}
+
 TEST_P(PackRowsTest, ReadsAndWritesOnlyItsRows) {
   for (const RowFormat format : kFormats) {
     const int64_t width = width_of(format);

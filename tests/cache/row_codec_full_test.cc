@@ -82,6 +82,14 @@ TEST_P(FullPackRowsTest, LargeCallsAgreeWithTheReferenceForAnyThreadCountAndAlig
         pack(problem, {src, slots, view_of(memory)}, GetParam().options(), threads);
         ASSERT_TRUE(memory.bytes() == expected.bytes())
             << to_string(call.format) << " offset " << offset << " threads " << threads;
+        if (call.width != 576) continue;
+        Tensor from_parts(DType::kU8, {pages * (bytes + 48) + 16});
+        ConstTensorView latent = src.view(), rope = src.view();
+        latent.shape[1] = 512;
+        rope.shape[1] = 64;
+        rope.data = src.data<bf16_t>() + 512;
+        pack(problem, {latent, slots, view_of(from_parts), rope}, GetParam().options(), threads);
+        ASSERT_TRUE(from_parts.bytes() == expected.bytes()) << to_string(call.format);
       }
     }
   }

@@ -70,5 +70,30 @@ TEST(RowCodec, RunRefusesTensorsThatDoNotMatchThePlanBeforeItWrites) {
   EXPECT_NO_THROW(flat.run({src, Tensor::i32({2}, {0, 1}), bf16_pool}, {}));
 }
 
+TEST(RowCodec, RefusesRopePartsThatMakeNoRowBeforeItWrites) {
+  const Device cpu = Device::cpu(1);
+  const Tensor latent(DType::kBf16, {2, 512}), whole(DType::kBf16, {2, 576});
+  const Tensor rope(DType::kBf16, {2, 64}), slots = Tensor::i32({2}, {0, 1});
+  Tensor pool(DType::kU8, {2, 1152});
+  pool.fill_bytes(0x11);
+  for (const RowFormat format : {RowFormat::kBf16, RowFormat::kV32, RowFormat::kF576}) {
+    const PackRows plan = PackRows::plan({2, format, 1, 576}, cpu);
+    EXPECT_THROW(plan.run({whole, slots, pool, rope}, {}), Error);
+    EXPECT_THROW(plan.run({latent, slots, pool}, {}), Error);  // and nothing for the rest
+    EXPECT_THROW(plan.run({latent, slots, pool, Tensor(DType::kBf16, {3, 64})}, {}), Error);
+    EXPECT_THROW(plan.run({latent, slots, pool, Tensor(DType::kBf16, {1, 64})}, {}), Error);
+    EXPECT_THROW(plan.run({latent, slots, pool, Tensor(DType::kBf16, {2, 63})}, {}), Error);
+    EXPECT_THROW(plan.run({latent, slots, pool, Tensor(DType::kBf16, {2, 128})}, {}), Error);
+    EXPECT_THROW(plan.run({latent, slots, pool, Tensor(DType::kF32, {2, 64})}, {}), Error);
+    EXPECT_THROW(plan.run({latent, slots, pool, Tensor(DType::kBf16, {128})}, {}), Error);
+  }
+  // Formats and widths without a rope part.
+  const PackRows index = PackRows::plan({2, RowFormat::kI132, 1, 128}, cpu);
+  EXPECT_THROW(index.run({rope, slots, pool, rope}, {}), Error);
+  const PackRows narrow = PackRows::plan({2, RowFormat::kBf16, 1, 512}, cpu);
+  EXPECT_THROW(narrow.run({Tensor(DType::kBf16, {2, 448}), slots, pool, rope}, {}), Error);
+  EXPECT_EQ(pool.bytes(), std::vector<uint8_t>(2 * 1152, 0x11));
+}
+
 }  // namespace
 }  // namespace fovea
