@@ -72,6 +72,7 @@ const std::vector<Binding>& bindings() {
       {"metadata_refresh", run_metadata_refresh},
       {"mha_varlen", run_mha_varlen},
       {"mla_rope_quantize", run_mla_rope_quantize},
+      {"move_rows", run_move_rows},
       {"pack_rows", run_pack_rows},
       {"paged_schedule", run_paged_schedule},
       {"sparse_mla", run_sparse_mla},

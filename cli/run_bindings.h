@@ -7,6 +7,7 @@ namespace fovea::cli {
 
 void run_pack_rows(OperatorCall& call);
 void run_unpack_rows(OperatorCall& call);
+void run_move_rows(OperatorCall& call);
 void run_metadata_refresh(OperatorCall& call);
 void run_metadata_check(OperatorCall& call);
 void run_paged_schedule(OperatorCall& call);

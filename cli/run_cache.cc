@@ -1,6 +1,7 @@
 // fovea run: the operators of the room cache.
 
 #include "cli/run_bindings.h"
+#include "fovea/move_rows.h"
 #include "fovea/row_codec.h"
 
 namespace fovea::cli {
@@ -25,8 +26,14 @@ ScaleMode bind_scale_mode(OperatorCall& call, bool is_required) {
 
 void refuse_later_fields(OperatorCall& call) { call.later_tensor("inv_scale", "r512 rows"); }
 
-bool is_bf16_pool(const OperatorCall& call, const RowCodecProblem& problem) {
-  return problem.row_format == RowFormat::kBf16 && call.dtype_of("pool") == DType::kBf16;
+bool is_bf16_pool(const OperatorCall& call, RowFormat format) {
+  return format == RowFormat::kBf16 && call.dtype_of("pool") == DType::kBf16;
+}
+
+// Channels of the rows of a u8 pool.
+int64_t bind_width(OperatorCall& call, RowFormat format) {
+  if (format == RowFormat::kBf16) return call.integer("width");
+  return call.integer("width", format == RowFormat::kI132 ? 128 : 576);
 }
 
 constexpr char kRowsPool[] = "bf16 [S, D]";
@@ -42,16 +49,17 @@ void run_pack_rows(OperatorCall& call) {
   problem.k_scale = call.number("k_scale", 1.0f);
   PackRowsTensors tensors;
   tensors.src = call.in("src", "bf16 [N, D]");
+  tensors.rope = call.opt("rope", "bf16 [N, 64]");
   tensors.slots = call.in("slots", "i32 [N]");
-  if (is_bf16_pool(call, problem)) {
+  if (is_bf16_pool(call, problem.row_format)) {
     call.integer("page_size", 0);  // a name of the table, without meaning here
-    tensors.pool = call.update("pool", kRowsPool);
+    tensors.pool = call.update("pool", tensors.rope.defined() ? "bf16 [S, 576]" : kRowsPool);
   } else {
     problem.page_size = call.integer("page_size");
     tensors.pool = call.update("pool", kBytePool);
   }
   problem.max_rows = call.extent("N");
-  problem.width = call.extent("D");
+  problem.width = call.extent("D") + (tensors.rope.defined() ? 64 : 0);
   const PackRows plan = call.plan<PackRows>(problem);
   call.run(plan, tensors);
 }
@@ -64,21 +72,40 @@ void run_unpack_rows(OperatorCall& call) {
   problem.k_scale = call.number("k_scale", 1.0f);
   UnpackRowsTensors tensors;
   tensors.slots = call.in("slots", "i32 [N]");
-  if (is_bf16_pool(call, problem)) {
+  if (is_bf16_pool(call, problem.row_format)) {
     call.integer("page_size", 0);
     tensors.pool = call.in("pool", kRowsPool);
     problem.width = call.integer("width", call.extent("D"));
   } else {
     problem.page_size = call.integer("page_size");
     tensors.pool = call.in("pool", kBytePool);
-    problem.width = problem.row_format == RowFormat::kBf16   ? call.integer("width")
-                    : problem.row_format == RowFormat::kI132 ? call.integer("width", 128)
-                                                             : call.integer("width", 576);
+    problem.width = bind_width(call, problem.row_format);
   }
   call.set_extent("width", problem.width, "params.width");
   problem.max_rows = call.extent("N");
   const UnpackRows plan = call.plan<UnpackRows>(problem);
   tensors.out = call.out("out", "bf16 [N, width]");
+  call.run(plan, tensors);
+}
+
+void run_move_rows(OperatorCall& call) {
+  refuse_later_fields(call);
+  MoveRowsProblem problem;
+  problem.row_format = bind_row_format(call);
+  MoveRowsTensors tensors;
+  tensors.src_slots = call.in("src_slots", "i32 [N]");
+  tensors.dst_slots = call.in("dst_slots", "i32 [N]");
+  if (is_bf16_pool(call, problem.row_format)) {
+    call.integer("page_size", 0);
+    tensors.pool = call.update("pool", kRowsPool);
+    problem.width = call.integer("width", call.extent("D"));
+  } else {
+    problem.page_size = call.integer("page_size");
+    tensors.pool = call.update("pool", kBytePool);
+    problem.width = bind_width(call, problem.row_format);
+  }
+  problem.max_rows = call.extent("N");
+  const MoveRows plan = call.plan<MoveRows>(problem);
   call.run(plan, tensors);
 }
 

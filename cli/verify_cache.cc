@@ -23,11 +23,11 @@ constexpr CodecShape kShapes[] = {{"bf16", 576, 1152},
                                   {"f576", 576, 576}};
 
 // Slots without repeats among the valid ones; the rest is hostile.
-void add_slots(CaseBuilder& builder, int64_t rows, int64_t slots) {
-  builder.integers("slots", {rows}, 0, 0);
+void add_slots(CaseBuilder& builder, const char* name, int64_t rows, int64_t slots) {
+  builder.integers(name, {rows}, 0, 0);
   for (int64_t i = 0; i < rows; ++i) {
     const bool is_hostile = i >= slots || builder.random().chance(0.2);
-    builder.at<int32_t>("slots", i) =
+    builder.at<int32_t>(name, i) =
         is_hostile ? hostile_index(builder.random()) : static_cast<int32_t>(slots - 1 - i);
   }
 }
@@ -50,14 +50,17 @@ void add_source(CaseBuilder& builder, int64_t rows, int64_t width) {
 // Of f576: with and without an exact reciprocal. The other formats ignore it.
 double k_scale_of(std::string_view scale_mode) { return scale_mode == "pow2" ? 0.5 : 0.37; }
 
+// With rope_dim > 0 the last channels are a tensor of their own.
 VerifyCase make_pack_case(const CodecShape& shape, int64_t page_size, const char* scale_mode,
-                          uint64_t seed) {
+                          uint64_t seed, int64_t rope_dim = 0) {
   CaseBuilder builder(std::string(shape.row_format) + std::to_string(shape.width) + "_page" +
-                          std::to_string(page_size) + "_" + scale_mode,
+                          std::to_string(page_size) + "_" + scale_mode +
+                          (rope_dim > 0 ? "_rope" : ""),
                       seed);
   const int64_t rows = 40, pages = 5;
-  add_source(builder, rows, shape.width);
-  add_slots(builder, rows, pages * page_size);
+  add_source(builder, rows, shape.width - rope_dim);
+  if (rope_dim > 0) builder.normals("rope", DType::kBf16, {rows, rope_dim});
+  add_slots(builder, "slots", rows, pages * page_size);
   builder.codes("pool", {pages, page_size * shape.row_bytes + 16})
       .param("row_format", shape.row_format)
       .param("page_size", page_size)
@@ -75,9 +78,12 @@ std::vector<VerifyCase> make_pack_cases(uint64_t seed) {
       }
     }
   }
+  for (const CodecShape& shape : kShapes) {
+    if (shape.width == 576) cases.push_back(make_pack_case(shape, 3, "fp32", seed + 1, 64));
+  }
   CaseBuilder rows_pool("bf16_rows", seed);
   add_source(rows_pool, 9, 64);
-  add_slots(rows_pool, 9, 20);
+  add_slots(rows_pool, "slots", 9, 20);
   rows_pool.normals("pool", DType::kBf16, {20, 64}).param("row_format", "bf16");
   cases.push_back(rows_pool.take());
   return cases;
@@ -104,11 +110,40 @@ std::vector<VerifyCase> make_unpack_cases(uint64_t seed) {
   return cases;
 }
 
+// Destinations fall, sources come from anywhere: chains in every direction.
+std::vector<VerifyCase> make_move_cases(uint64_t seed) {
+  std::vector<VerifyCase> cases;
+  for (const CodecShape& shape : kShapes) {
+    for (const int64_t page_size : {1, 3, 64}) {
+      CaseBuilder builder(std::string(shape.row_format) + std::to_string(shape.width) + "_page" +
+                              std::to_string(page_size),
+                          seed);
+      const int64_t rows = 40, pages = 5;
+      builder.bytes("pool", {pages, page_size * shape.row_bytes + 16})
+          .integers("src_slots", {rows}, 0, pages * page_size - 1)
+          .param("row_format", shape.row_format)
+          .param("page_size", page_size)
+          .param("width", shape.width);
+      make_hostile(builder, "src_slots", 0.2);
+      add_slots(builder, "dst_slots", rows, pages * page_size);
+      cases.push_back(builder.take());
+    }
+  }
+  CaseBuilder rows_pool("bf16_rows", seed);
+  rows_pool.normals("pool", DType::kBf16, {20, 64})
+      .integers("src_slots", {15}, 0, 19)
+      .param("row_format", "bf16");
+  add_slots(rows_pool, "dst_slots", 15, 20);
+  cases.push_back(rows_pool.take());
+  return cases;
+}
+
 }  // namespace
 
 void add_verify_cache(std::vector<VerifyOperator>& list) {
   list.push_back({"pack_rows", make_pack_cases, {}, nullptr});
   list.push_back({"unpack_rows", make_unpack_cases, {}, nullptr});
+  list.push_back({"move_rows", make_move_cases, {}, nullptr});
 }
 
 }  // namespace fovea::cli

@@ -154,6 +154,20 @@ def pack_rows(fmt, src, slots, pool, page_size, mode, k_scale=None):
     return out
 
 
+def move_rows(fmt, width, src_slots, dst_slots, pool, page_size):
+    """Tokens byte for byte, all of them read from the pool as it was."""
+    out = pool.copy()
+    sizes = {"bf16": (2 * width, 0), "v32": (656, 0), "f576": (576, 0), "i132": (width, 4)}[fmt]
+    for src, dst in zip(src_slots, dst_slots):
+        if not all(0 <= slot < len(pool) * page_size for slot in (src, dst)):
+            continue
+        places = zip(sizes, place(fmt, width, page_size, src % page_size), place(fmt, width, page_size, dst % page_size))
+        for size, begin, to in places:
+            if size:
+                out[dst // page_size, to : to + size] = pool[src // page_size, begin : begin + size]
+    return out
+
+
 def unpack_row(fmt, width, pool, page_size, slot, k_scale=None):
     """Values of a stored row as bf16, float64; the product code * scale in fp32, rounded once."""
     page = pool[slot // page_size]
@@ -179,6 +193,19 @@ def cache_cases(folder, rng):
 
     for k_scale in (1, 0.5, 2, 0.37):
         cache_case(folder, rng, f"f576-{k_scale}", "f576", 576, 576, {"k_scale": k_scale})
+    for fmt, width, row_bytes in (("bf16", 40, 80), ("v32", 576, 656), ("i132", 128, 132), ("f576", 576, 576)):
+        # A swap over a page boundary, a chain, one source twice, pairs outside the pool.
+        src_slots, dst_slots = i32([2, 3, 5, 6, 7, 7, -1, 0, 9]), i32([3, 2, 4, 5, 6, 8, 1, 9, 0])
+        pool = rng.integers(0, 256, size=(3, 3 * row_bytes + 5)).astype(np.uint8)
+        inputs = {"pool": pool, "src_slots": src_slots, "dst_slots": dst_slots}
+        moved = move_rows(fmt, width, src_slots, dst_slots, pool, 3)
+        write(folder, "move_rows", fmt, {"row_format": fmt, "page_size": 3, "width": width}, inputs, {"pool": moved})
+    for fmt, row_bytes, params in (("bf16", 1152, {}), ("v32", 656, {}), ("f576", 576, {"k_scale": 0.37})):
+        src = Bf16(rng.normal(size=(2, 576)))
+        slots, pool = i32([3, 0]), rng.integers(0, 256, size=(2, 2 * row_bytes)).astype(np.uint8)
+        parts = {"src": Bf16.of_bits(src.bits[:, :512]), "rope": Bf16.of_bits(src.bits[:, 512:]), "slots": slots, "pool": pool}
+        packed = pack_rows(fmt, src.values, slots, pool, 2, "fp32", params.get("k_scale"))
+        write(folder, "pack_rows", f"{fmt}-rope", {"row_format": fmt, "page_size": 2} | params, parts, {"pool": packed})
 
 
 def cache_case(folder, rng, name, fmt, width, row_bytes, fmt_params):

@@ -23,6 +23,7 @@
 #include "fovea/metadata_check.h"
 #include "fovea/mha_varlen.h"
 #include "fovea/mla_inputs.h"
+#include "fovea/move_rows.h"
 #include "fovea/numeric.h"
 #include "fovea/page_allocator.h"
 #include "fovea/plan.h"

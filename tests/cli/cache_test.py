@@ -1,4 +1,4 @@
-"""fovea run: pack_rows and unpack_rows, byte by byte."""
+"""fovea run: pack_rows, unpack_rows and move_rows, byte by byte."""
 
 import struct
 
@@ -25,6 +25,7 @@ def pool(pages, page_bytes):
 
 
 V32 = {"row_format": "v32", "page_size": 2}
+I132_READ = {"row_format": "i132", "page_size": 2}  # readers need no scale mode
 F576 = {"row_format": "f576", "page_size": 1}
 I132 = {"row_format": "i132", "page_size": 2, "scale_mode": "fp32"}
 
@@ -83,6 +84,21 @@ class PackTest(CommandLineTest):
             self.assertEqual(set(got[begin + 7 : begin + 576]), {codes[-1]})
             self.assertEqual(set(got[:begin] + got[begin + 576 :]), {FILL})
 
+    def test_rope_in_a_tensor_of_its_own(self):
+        latent, rope = [float(i % 7) for i in range(512)], [float(i) for i in range(64)]
+        for row_format, row_bytes in (("bf16", 1152), ("v32", 656), ("f576", 576)):
+            params = {"row_format": row_format, "page_size": 1}
+            whole = self.pack(source(latent + rope), [1], pool(2, row_bytes), params)
+            tensors = {"src": source(latent), "rope": source(rope), "slots": i32(1), "pool": pool(2, row_bytes)}
+            result, out = self.run_operator("pack_rows", tensors, params)
+            self.expect(result, 0)
+            self.assertEqual(list(out["pool"].values), whole)
+            self.expect_refused("pack_rows", tensors | {"rope": source([1.0] * 63)}, params, "rope", "64")
+            self.expect_refused("pack_rows", tensors | {"rope": source(rope, rope)}, params, "rope", "N = 1")
+            self.expect_refused("pack_rows", tensors | {"src": source(latent + rope)}, params, "576")
+        tensors = {"src": source([1.0] * 128), "rope": source(rope), "slots": i32(0), "pool": pool(1, 264)}
+        self.expect_refused("pack_rows", tensors, I132, "rope", "i132")
+
     def test_slots_outside_the_pool_write_nothing(self):
         got = self.pack(source([1.0] * 128), [2147483647], pool(2, 264), I132)
         self.assertEqual(set(got), {FILL})
@@ -109,6 +125,43 @@ class PackTest(CommandLineTest):
         for k_scale in (0, -1, "1"):
             self.expect_refused("pack_rows", rows, F576 | {"k_scale": k_scale}, "k_scale")
         self.expect_refused("pack_rows", good, F576, "width", "576")
+
+
+class MoveTest(CommandLineTest):
+    def move(self, in_pool, src_slots, dst_slots, params):
+        tensors = {"pool": in_pool, "src_slots": i32(*src_slots), "dst_slots": i32(*dst_slots)}
+        result, out = self.run_operator("move_rows", tensors, params)
+        self.expect(result, 0)
+        self.assertEqual(set(out), {"pool"})
+        return list(out["pool"].values)
+
+    def test_codes_and_scales_of_i132_move_separately(self):
+        pages = Tensor("U8", [2, 265], [i % 251 for i in range(530)])
+        got = self.move(pages, [0, 3], [3, 0], I132_READ)
+        expected = list(pages.values)
+        for first, second, size in ((0, 265 + 128, 128), (256, 265 + 256 + 4, 4)):
+            for i in range(size):
+                expected[first + i], expected[second + i] = pages.values[second + i], pages.values[first + i]
+        self.assertEqual(got, expected)
+
+    def test_chains_and_slots_outside_the_pool(self):
+        values = Tensor("BF16", [4, 2], [0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5])
+        params = {"row_format": "bf16"}
+        self.assertEqual(self.move(values, [1, 2, 3], [0, 1, 2], params), [1, 1.5, 2, 2.5, 3, 3.5, 3, 3.5])
+        self.assertEqual(self.move(values, [-1, 1, 4, 0], [0, 9, 1, 3], params), [0, 0.5, 1, 1.5, 2, 2.5, 0, 0.5])
+        self.assertEqual(self.move(values, [], [], params), list(values.values))
+        packed = Tensor("U8", [2, 8], values.to_bytes())
+        got = self.move(packed, [3], [0], params | {"page_size": 2, "width": 2})
+        self.assertEqual(got, list(packed.values[12:16]) + list(packed.values[4:]))
+
+    def test_what_is_refused(self):
+        good = {"pool": pool(1, 1312), "src_slots": i32(0), "dst_slots": i32(1)}
+        self.expect_refused("move_rows", good | {"dst_slots": i32(0, 1)}, V32, "dst_slots", "N = 1")
+        self.expect_refused("move_rows", good, {"row_format": "v32"}, "page_size is missing")
+        self.expect_refused("move_rows", good, {"row_format": "bf16", "page_size": 2}, "width is missing")
+        self.expect_refused("move_rows", good, V32 | {"page_size": 3}, "pool", "1968")
+        self.expect_refused("move_rows", good, V32 | {"width": 512}, "width", "576")
+        self.expect_refused("move_rows", good | {"slots": i32(0)}, V32, "unknown tensor 'slots'")
 
 
 class UnpackTest(CommandLineTest):
