@@ -19,4 +19,20 @@ class LaunchFault {
   bool fired() const;
 };
 
+/// While it lives, `value` is written to `*address` after the `nth` operator run of a backend from
+/// now on (1: the next one), as if that run had written it: for what has to notice wrong results.
+/// Otherwise as LaunchFault; one of each may live.
+class ResultFault {
+ public:
+  ResultFault(int64_t nth, int32_t* address, int32_t value);
+  ~ResultFault();
+  ResultFault(const ResultFault&) = delete;
+  ResultFault& operator=(const ResultFault&) = delete;
+
+  bool fired() const;
+};
+
+/// Announces the end of a backend's operator run.
+void end_launch();
+
 }  // namespace fovea::internal

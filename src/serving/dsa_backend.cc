@@ -5,6 +5,7 @@
 
 #include "src/batch/forward_modes.h"
 #include "src/core/check.h"
+#include "src/core/log.h"
 #include "src/serving/dsa_checks.h"
 #include "src/serving/dsa_forward.h"
 #include "src/serving/dsa_plans.h"
@@ -28,6 +29,7 @@ struct NextStep {
   DsaDispatch dispatch;
   StepShape shape;
   MetadataFields fields;  // what a refresh writes
+  bool check = false;
 };
 
 bool follows_failures(const DsaConfig& config) {
@@ -66,6 +68,7 @@ void make_current(const NextStep& next) {
   const ForwardBatch& batch = next.batch;
   step.dispatch = next.dispatch;
   step.shape = next.shape;
+  step.mode = batch.mode;
   step.fields = step.arrays.views(batch.mode, next.shape.num_requests, next.shape.num_rows,
                                   next.shape.padded_rows);
   if (next.dispatch.transform != IndexTransform::kRagged) step.fields.row_offset = {};
@@ -113,6 +116,9 @@ struct DsaBackend::State {
   void begin(std::span<const NextStep> steps);
   void begin(const NextStep& step) { begin({&step, 1}); }
   void begin_padding(DsaStepPlan::State* plan);
+  void check_contents(const NextStep& next);
+  void check_selection(const DsaStep& step, const ConstTensorView& topk_indices);
+  void run_check(const DsaStep& step, const MetadataCheckTensors& tensors);
   DsaStep* step_of(const std::unique_ptr<DsaStepPlan::State>& plan) const;
   void forward(const DsaStep& step, const DsaLayer& layer, const DsaForwardTensors& tensors);
 };
@@ -135,7 +141,8 @@ DsaBackend::State::State(const DsaConfig& config_in, const Device& device_in)
 const internal::LayerPlans& DsaBackend::State::layer_plans(const DsaLayer& layer) {
   for (const internal::LayerPlans& known : layers) {
     if (known.layer.softmax_scale == layer.softmax_scale &&
-        known.layer.logit_cap == layer.logit_cap && known.layer.k_scale == layer.k_scale) {
+        known.layer.logit_cap == layer.logit_cap && known.layer.q_scale == layer.q_scale &&
+        known.layer.k_scale == layer.k_scale) {
       return known;
     }
   }
@@ -155,6 +162,7 @@ NextStep DsaBackend::State::prepare(const ForwardBatch& batch, DsaStep* step,
   next.kv_len_delta = kv_len_delta;
   next.dispatch = dsa_dispatch(config, device, facts);
   next.shape = shape_of(batch, facts);
+  next.check = config.check;
   // A bucket is refreshed over all of its rows, so that a smaller batch leaves no trace of a
   // larger.
   const int64_t bucket_rows = step->arrays.max_rows();
@@ -168,23 +176,63 @@ NextStep DsaBackend::State::prepare(const ForwardBatch& batch, DsaStep* step,
 void DsaBackend::State::begin(std::span<const NextStep> steps) {
   const ForwardBatch& batch = steps.front().batch;
   MetadataTensors tensors = refresh_inputs(batch, *steps.front().step);
+  const auto mode = static_cast<size_t>(batch.mode);
   tensors.num_steps = static_cast<int>(steps.size());
   for (size_t i = 0; i < steps.size(); ++i) {
     tensors.kv_len_delta[i] = steps[i].kv_len_delta;
     tensors.steps[i] = steps[i].fields;
   }
-  caller.call("metadata_refresh", plans.refresh_of(batch.mode), tensors, [&] {
+  caller.call("metadata_refresh", plans.refresh[mode], tensors, [&] {
     internal::OperatorWork work;
     for (const NextStep& next : steps) {
       work.bytes += internal::metadata_work(config, next.fields).bytes;
     }
     return work;
   });
+  // Not an operator call: a mismatch is never followed by another implementation.
+  if (config.verify_metadata) plans.verify[mode].verify(tensors);
   if (batch.context_split != nullptr) {
     const NextStep& next = steps.front();
     internal::fill_split_rows(batch, next.dispatch.fresh_kv, config.topk, next.fields);
   }
-  for (const NextStep& next : steps) make_current(next);
+  for (const NextStep& next : steps) {
+    make_current(next);
+    if (next.check) check_contents(next);
+  }
+}
+
+void DsaBackend::State::check_contents(const NextStep& next) {
+  const ForwardBatch& batch = next.batch;
+  MetadataCheckTensors tensors;
+  tensors.seq_len = batch.seq_len;
+  tensors.pool_row = batch.pool_row;
+  tensors.req_to_token = batch.req_to_token;
+  tensors.ext_len = batch.ext_len;
+  tensors.out_cache_loc = batch.out_cache_loc;
+  tensors.kv_len_delta = next.kv_len_delta;
+  tensors.error_word = next.step->arrays.error_word();
+  next.step->checked = tensors;
+  run_check(*next.step, tensors);
+}
+
+// Slots that a caller selected. Positions and rows of contiguous keys have no capacity, and the
+// rows of a rank are not those of the batch.
+void DsaBackend::State::check_selection(const DsaStep& step, const ConstTensorView& topk_indices) {
+  const bool are_slots = config.fuse_transform && step.dispatch.transform == IndexTransform::kPaged;
+  const bool are_all_rows = step.shape.num_rows == step.shape.num_tokens;
+  if (!step.checked.error_word.defined() || !topk_indices.defined()) return;
+  if (!are_slots || !are_all_rows) return;
+  MetadataCheckTensors tensors = step.checked;
+  tensors.topk_indices = topk_indices;
+  run_check(step, tensors);
+}
+
+void DsaBackend::State::run_check(const DsaStep& step, const MetadataCheckTensors& tensors) {
+  caller.call("metadata_check", plans.check[static_cast<size_t>(step.mode)], tensors,
+              [&] { return internal::metadata_work(config, step.fields); });
+  const MetadataReport report = internal::report_of(step);
+  if (report.fault == MetadataFault::kNone) return;
+  internal::log(LogLevel::kWarning, std::string(internal::kDsaOp) + ": " + to_string(report));
 }
 
 // What an engine pads a batch with, before any batch.
@@ -207,7 +255,9 @@ void DsaBackend::State::begin_padding(DsaStepPlan::State* plan) {
   batch.positions = view(plan->positions);
   batch.out_cache_loc = view(plan->slots);
   batch.num_rows = plan->step.arrays.max_rows();
-  begin(prepare(batch, &plan->step));
+  NextStep padding = prepare(batch, &plan->step);
+  padding.check = false;
+  begin(padding);
 }
 
 DsaStep* DsaBackend::State::step_of(const std::unique_ptr<DsaStepPlan::State>& plan) const {
@@ -220,6 +270,7 @@ void DsaBackend::State::forward(const DsaStep& step, const DsaLayer& layer,
                                 const DsaForwardTensors& tensors) {
   if (!step.begun) internal::invalid(internal::kDsaOp, "forward without begin_step");
   internal::check_forward_tensors(config, step.dispatch, step.shape, layer, tensors);
+  check_selection(step, tensors.topk_indices);
   internal::DsaForward(config, device, plans, layer_plans(layer), step, scratch, caller)
       .run(tensors);
 }
@@ -231,6 +282,7 @@ DsaStepPlan::~DsaStepPlan() = default;
 const StepBucket& DsaStepPlan::bucket() const noexcept { return *state_->step.bucket; }
 const DsaDispatch& DsaStepPlan::dispatch() const noexcept { return state_->step.dispatch; }
 const MetadataFields& DsaStepPlan::metadata() const noexcept { return state_->step.fields; }
+MetadataReport DsaStepPlan::report() const { return internal::report_of(state_->step); }
 
 DsaBackend::DsaBackend(const DsaConfig& config, const Device& device)
     : state_(std::make_unique<State>(config, device)) {}
@@ -279,6 +331,7 @@ void DsaBackend::forward(const DsaStepPlan& plan, const DsaLayer& layer,
 const DsaConfig& DsaBackend::config() const noexcept { return state_->config; }
 const DsaDispatch& DsaBackend::dispatch() const noexcept { return state_->own.dispatch; }
 const MetadataFields& DsaBackend::metadata() const noexcept { return state_->own.fields; }
+MetadataReport DsaBackend::report() const { return internal::report_of(state_->own); }
 void DsaBackend::set_profile(std::vector<OperatorCall>* calls) noexcept {
   state_->caller.set_profile(calls);
 }

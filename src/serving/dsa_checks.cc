@@ -170,6 +170,13 @@ void check_pool(const char* name, const TensorView& pool, int64_t needed_bytes) 
                       std::to_string(needed_bytes) + " bytes");
 }
 
+void check_cos_sin(const char* name, const ConstTensorView& cos_sin, int64_t rope_dim) {
+  check_tensor(kDsaOp, name, cos_sin, DType::kF32, {kAnyExtent, rope_dim});
+  if (cos_sin.shape[0] == 0) {
+    invalid(kDsaOp, std::string(name) + ".shape[0] = 0, expected at least one position");
+  }
+}
+
 void check_index_tensors(const DsaConfig& config, const DsaDispatch& dispatch,
                          const StepShape& shape, const DsaForwardTensors& tensors) {
   const int64_t heads = config.index_heads, rows = shape.padded_rows;
@@ -179,11 +186,6 @@ void check_index_tensors(const DsaConfig& config, const DsaDispatch& dispatch,
     check_tensor(kDsaOp, "head_gate", tensors.head_gate, DType::kF32, {rows, heads});
   }
   const bool stores = tensors.save_kv && tensors.index_k.defined();
-  if (tensors.save_kv && !stores && tensors.k.defined() && !tensors.topk_indices.defined()) {
-    invalid(kDsaOp,
-            "index_k is missing, but k is stored: a row selects among stored index keys; "
-            "give both, or topk_indices");
-  }
   if (stores) {
     check_tensor(kDsaOp, "index_k", tensors.index_k, DType::kBf16,
                  {shape.padded_tokens, config.index_dim});
@@ -192,12 +194,77 @@ void check_index_tensors(const DsaConfig& config, const DsaDispatch& dispatch,
   }
   if (!scores && !stores) return;
   if (config.rope_dim > 0) {
-    check_tensor(kDsaOp, "cos_sin", tensors.cos_sin, DType::kF32, {kAnyExtent, config.rope_dim});
-    if (tensors.cos_sin.shape[0] == 0) {
-      invalid(kDsaOp, "cos_sin.shape[0] = 0, expected at least one position");
-    }
+    check_cos_sin("cos_sin", tensors.cos_sin, config.rope_dim);
   }
   check_pool("index_pool", tensors.index_pool, config.page_size * (config.index_dim + 4));
+}
+
+// Either the whole or both of its parts; with fuse_rope the parts. `leading`: the shape without
+// channels. False when all three are absent.
+bool check_parts(const DsaConfig& config, const char* name, const ConstTensorView& whole,
+                 const char* latent_name, const ConstTensorView& latent, const char* rope_name,
+                 const ConstTensorView& rope, std::initializer_list<int64_t> leading) {
+  const bool parts = latent.defined() || rope.defined();
+  const auto both = [&] { return std::string(latent_name) + " and " + rope_name; };
+  if (whole.defined() && parts) {
+    invalid(kDsaOp, std::string(name) + " is given beside " + both() + "; leave one form out");
+  }
+  if (whole.defined() && config.fuse_rope) {
+    invalid(kDsaOp,
+            std::string(name) + " is given, but fuse_rope takes " + both() + " before rope");
+  }
+  if (parts && !rope.defined()) {
+    invalid(kDsaOp, std::string(rope_name) + " is missing, but " + latent_name +
+                        " holds 512 channels without it; give both, or " + name + " of 576");
+  }
+  if (!parts && whole.defined() && whole.rank > 0 &&
+      whole.shape[static_cast<size_t>(whole.rank) - 1] == kLatentDim) {
+    invalid(kDsaOp, std::string(name) + " = " + to_string(whole) + " without " + rope_name +
+                        ", expected 576 channels; or give " + both());
+  }
+  const auto check = [&](const char* what, const ConstTensorView& tensor, int64_t channels) {
+    if (leading.size() == 2) {
+      check_tensor(kDsaOp, what, tensor, DType::kBf16,
+                   {leading.begin()[0], leading.begin()[1], channels});
+    } else {
+      check_tensor(kDsaOp, what, tensor, DType::kBf16, {leading.begin()[0], channels});
+    }
+  };
+  if (parts) {
+    check(latent_name, latent, kLatentDim);
+    check(rope_name, rope, kRopeWidth);
+  } else if (whole.defined()) {
+    check(name, whole, kLatentWidth);
+  }
+  return parts || whole.defined();
+}
+
+void check_queries(const DsaConfig& config, const StepShape& shape,
+                   const DsaForwardTensors& tensors) {
+  if (!check_parts(config, "q", tensors.q, "q_nope", tensors.q_nope, "q_rope", tensors.q_rope,
+                   {shape.padded_rows, config.num_heads})) {
+    invalid(kDsaOp, config.fuse_rope ? "q_nope and q_rope are missing; fuse_rope takes both"
+                                     : "q is missing; give it, or q_nope and q_rope");
+  }
+}
+
+void check_keys(const DsaConfig& config, const DsaDispatch& dispatch, const StepShape& shape,
+                const DsaForwardTensors& tensors) {
+  const bool given = check_parts(config, "k", tensors.k, "k_latent", tensors.k_latent, "k_rope",
+                                 tensors.k_rope, {shape.padded_tokens});
+  if (dispatch.fresh_kv && !given) {
+    invalid(kDsaOp,
+            "k is missing: this step reads its fresh rows; give it, or use "
+            "extend_kv_source = cache");
+  }
+  if (tensors.save_kv && given && !tensors.index_k.defined() && !tensors.topk_indices.defined()) {
+    invalid(kDsaOp,
+            "index_k is missing, but k is stored: a row selects among stored index keys; "
+            "give both, or topk_indices");
+  }
+  if (config.fuse_rope && (given || !dispatch.one_shot)) {
+    check_cos_sin("mla_cos_sin", tensors.mla_cos_sin, kRopeWidth);
+  }
 }
 
 void check_one_shot(const DsaConfig& config, const StepShape& shape, const DsaLayer& layer,
@@ -206,6 +273,12 @@ void check_one_shot(const DsaConfig& config, const StepShape& shape, const DsaLa
   if (layer.logit_cap != 0) {
     invalid(kDsaOp, "logit_cap = " + std::to_string(layer.logit_cap) +
                         " under one-shot, expected 0; set force_absorbed");
+  }
+  for (const auto& [name, tensor] :
+       {std::pair{"q_nope", &tensors.q_nope}, std::pair{"q_rope", &tensors.q_rope}}) {
+    if (!tensor->defined()) continue;
+    invalid(kDsaOp, std::string(name) + " is given under one-shot, which reads q_mha, k_mha and " +
+                        "v_mha; leave it out, or set force_absorbed");
   }
   check_tensor(kDsaOp, "q_mha", tensors.q_mha, DType::kBf16, {rows, heads, kMhaWidthQk});
   check_tensor(kDsaOp, "k_mha", tensors.k_mha, DType::kBf16,
@@ -249,7 +322,22 @@ void check_dsa_config(const DsaConfig& config, const Device& device) {
     invalid(kDsaOp, "row_format = " + std::string(to_string(config.row_format)) +
                         ", expected bf16, v32 or f576");
   }
+  if (config.fuse_rope && config.row_format != RowFormat::kF576) {
+    invalid(kDsaOp, "fuse_rope with row_format = " + std::string(to_string(config.row_format)) +
+                        ", expected f576: only it takes queries and keys of codes");
+  }
   check_dsa_implementations(kDsaOp, config);
+  check_range(kDsaOp, "cache_slots", config.cache_slots, 0, kMaxInt32);
+  if (config.check && config.cache_slots == 0) {
+    invalid(kDsaOp,
+            "check is on, but cache_slots = 0; give the slots of the pools, dummy page included");
+  }
+  check_range(kDsaOp, "split_parts", config.split_parts, 0, 65536);
+  if (config.split_parts > 0 && config.deterministic) {
+    unsupported(kDsaOp,
+                "split_parts with deterministic: the cuts depend on the batch; expected "
+                "split_parts = 0, or deterministic = false");
+  }
 }
 
 void check_bucket(const DsaConfig& config, const StepBucket& bucket) {
@@ -358,20 +446,16 @@ void check_forward_tensors(const DsaConfig& config, const DsaDispatch& dispatch,
                            const DsaForwardTensors& tensors) {
   const int64_t rows = shape.padded_rows, heads = config.num_heads;
   check_positive_finite(kDsaOp, "softmax_scale", layer.softmax_scale);
+  check_positive_finite(kDsaOp, "q_scale", layer.q_scale);
   check_positive_finite(kDsaOp, "k_scale", layer.k_scale);
   if (dispatch.one_shot) {
     check_one_shot(config, shape, layer, tensors);
   } else {
-    check_tensor(kDsaOp, "q", tensors.q, DType::kBf16, {rows, heads, kLatentWidth});
+    check_queries(config, shape, tensors);
     check_tensor(kDsaOp, "out", tensors.out, DType::kBf16, {rows, heads, kLatentDim});
   }
   check_tensor(kDsaOp, "lse", tensors.lse, DType::kF32, {rows, heads});
-  check_optional(kDsaOp, "k", tensors.k, DType::kBf16, {shape.padded_tokens, kLatentWidth});
-  if (dispatch.fresh_kv && !tensors.k.defined()) {
-    invalid(kDsaOp,
-            "k is missing: this step reads its fresh rows; give it, or use "
-            "extend_kv_source = cache");
-  }
+  check_keys(config, dispatch, shape, tensors);
   check_optional(kDsaOp, "topk_indices", tensors.topk_indices, DType::kI32, {rows, config.topk});
   check_optional(kDsaOp, "indices", tensors.indices, DType::kI32, {rows, config.topk});
   if (tensors.topk_indices.defined() && tensors.indices.defined()) {

@@ -39,18 +39,95 @@ void ForwardScratch::cut(const DsaConfig& config, Workspace memory, size_t* byte
     contiguous_slots = array(DType::kI32, {config.mha_chunk_capacity});
     contiguous_rows = array(DType::kBf16, {config.mha_chunk_capacity, kLatentWidth});
   }
+  const int64_t chunk = std::min(rows, kQueryChunk);
+  if (config.fuse_rope) {
+    q_codes = array(DType::kU8, {chunk, config.num_heads, kLatentWidth});
+    k_codes = array(DType::kU8, {rows, kLatentWidth});
+  } else {
+    joined_q = array(DType::kBf16, {chunk, config.num_heads, kLatentWidth});
+    joined_k = array(DType::kBf16, {rows, kLatentWidth});
+  }
   *bytes = cutter.used_bytes();
 }
 
+namespace {
+
+// [N, W] as [N, 1, W].
+template <class View>
+View with_one_head(const View& rows) {
+  View view = rows;
+  view.rank = 3;
+  view.shape[2] = rows.shape[1];
+  view.stride[2] = 1;
+  view.shape[1] = 1;
+  view.stride[1] = rows.shape[1];
+  return view;
+}
+
+// u8 [N, 576] as bf16 [N, 288].
+ConstTensorView as_bf16_rows(const ConstTensorView& records) {
+  return make_tensor(records.data, DType::kBf16, {records.shape[0], kLatentWidth / 2});
+}
+
+}  // namespace
+
 void DsaForward::run(const DsaForwardTensors& tensors) {
   quantize_index(tensors);
-  store_rows(tensors);
+  const ConstTensorView keys = joined_keys(tensors);
+  store_rows(tensors, keys);
   ConstTensorView indices;
   if (!step_.dispatch.one_shot || tensors.indices.defined()) indices = select_rows(tensors);
   if (step_.dispatch.one_shot)
     attend_one_shot(tensors);
   else
-    attend(tensors, indices);
+    attend(tensors, keys, indices);
+}
+
+// The new rows as they are stored: bf16 [tokens, 576], with fuse_rope u8; absent without any.
+ConstTensorView DsaForward::joined_keys(const DsaForwardTensors& tensors) {
+  if (tensors.k.defined()) return stored(tensors.k);
+  if (!tensors.k_latent.defined()) return {};
+  const int64_t tokens = step_.shape.num_tokens;
+  if (config_.fuse_rope) {
+    MlaRopeQuantizeTensors in;
+    in.k_nope = stored(tensors.k_latent);
+    in.k_rope = stored(tensors.k_rope);
+    in.positions = stored(step_.store_positions);
+    in.cos_sin = tensors.mla_cos_sin;
+    in.k_fp8 = stored(scratch_.k_codes);
+    caller_.call("mla_rope_quantize", *layer_.rope_quantize, in,
+                 [&] { return join_work(tokens, 1); });
+    return in.k_fp8;
+  }
+  const TensorView joined = stored(scratch_.joined_k);
+  caller_.call("concat_absorbed_q", shared_.join_k,
+               {with_one_head(stored(tensors.k_latent)), with_one_head(stored(tensors.k_rope)),
+                with_one_head(joined)},
+               [&] { return join_work(tokens, 2); });
+  return joined;
+}
+
+// Rows [begin, end) of the query: bf16 [rows, H, 576], with fuse_rope u8.
+ConstTensorView DsaForward::joined_queries(const DsaForwardTensors& tensors, int64_t begin,
+                                           int64_t end) {
+  const auto rows = [&](const ConstTensorView& view) { return slice_rows(view, begin, end); };
+  const int64_t vectors = (end - begin) * config_.num_heads;
+  if (config_.fuse_rope) {
+    MlaRopeQuantizeTensors in;
+    in.q_nope = rows(tensors.q_nope);
+    in.q_rope = rows(tensors.q_rope);
+    in.positions = rows(step_.positions);
+    in.cos_sin = tensors.mla_cos_sin;
+    in.q_fp8 = slice_rows(scratch_.q_codes, 0, end - begin);
+    caller_.call("mla_rope_quantize", *layer_.rope_quantize, in,
+                 [&] { return join_work(vectors, 1); });
+    return in.q_fp8;
+  }
+  const TensorView joined = slice_rows(scratch_.joined_q, 0, end - begin);
+  caller_.call("concat_absorbed_q", shared_.join_q,
+               {rows(tensors.q_nope), rows(tensors.q_rope), joined},
+               [&] { return join_work(vectors, 2); });
+  return joined;
 }
 
 void DsaForward::quantize_index(const DsaForwardTensors& tensors) {
@@ -88,12 +165,14 @@ void DsaForward::quantize_index(const DsaForwardTensors& tensors, bool queries, 
                [&] { return index_quantize_work(config_, rows, queries, keys); });
 }
 
-void DsaForward::store_rows(const DsaForwardTensors& tensors) {
+void DsaForward::store_rows(const DsaForwardTensors& tensors, const ConstTensorView& keys) {
   if (!tensors.save_kv) return;
   const ConstTensorView slots = stored(step_.out_cache_loc);
   const int64_t tokens = step_.shape.num_tokens;
-  if (tensors.k.defined()) {
-    caller_.call("pack_rows", layer_.pack, {stored(tensors.k), slots, tensors.kv_pool},
+  if (keys.defined()) {
+    const bool records = keys.dtype == DType::kU8;
+    caller_.call("pack_rows", records ? *layer_.pack_records : layer_.pack,
+                 {records ? as_bf16_rows(keys) : keys, slots, tensors.kv_pool},
                  [&] { return pack_rows_work(config_, tokens); });
   }
   if (tensors.index_k.defined()) {
@@ -158,8 +237,9 @@ ConstTensorView DsaForward::select_rows(const DsaForwardTensors& tensors) {
 }
 
 // The batch's keys in bf16, requests in order.
-ConstTensorView DsaForward::contiguous_keys(const DsaForwardTensors& tensors) {
-  if (step_.dispatch.fresh_kv) return stored(tensors.k);
+ConstTensorView DsaForward::contiguous_keys(const DsaForwardTensors& tensors,
+                                            const ConstTensorView& keys) {
+  if (step_.dispatch.fresh_kv) return keys;
   const int64_t tokens = step_.shape.sum_kv_len;
   const TensorView slots = slice_rows(scratch_.contiguous_slots, 0, tokens);
   const TensorView rows = slice_rows(scratch_.contiguous_rows, 0, tokens);
@@ -169,18 +249,38 @@ ConstTensorView DsaForward::contiguous_keys(const DsaForwardTensors& tensors) {
   return rows;
 }
 
-void DsaForward::attend(const DsaForwardTensors& tensors, const ConstTensorView& indices) {
+void DsaForward::attend(const DsaForwardTensors& tensors, const ConstTensorView& keys,
+                        const ConstTensorView& indices) {
   const bool contiguous = step_.dispatch.kernel == DsaKernel::kContiguousBf16;
   SparseMlaTensors in;
-  in.q = tensors.q;
-  in.kv = contiguous ? contiguous_keys(tensors) : ConstTensorView(tensors.kv_pool);
+  in.kv = contiguous ? contiguous_keys(tensors, keys) : ConstTensorView(tensors.kv_pool);
   in.indices = indices;
   in.topk_length = step_.fields.topk_length;
   in.out = tensors.out;
   in.lse = tensors.lse;
+  const int64_t rows = step_.shape.padded_rows;
+  if (tensors.q.defined()) {
+    in.q = tensors.q;
+    attend_rows(in, 0, rows);
+    return;
+  }
+  for (int64_t begin = 0; begin < rows; begin += kQueryChunk) {
+    const int64_t end = std::min(rows, begin + kQueryChunk);
+    in.q = joined_queries(tensors, begin, end);
+    in.indices = slice_rows(indices, begin, end);
+    in.topk_length = slice_rows(step_.fields.topk_length, begin, end);
+    in.out = slice_rows(tensors.out, begin, end);
+    in.lse = slice_rows(tensors.lse, begin, end);
+    attend_rows(in, begin, end);
+  }
+}
+
+// `in` holds the rows [begin, end).
+void DsaForward::attend_rows(const SparseMlaTensors& in, int64_t begin, int64_t end) {
+  const bool contiguous = step_.dispatch.kernel == DsaKernel::kContiguousBf16;
   const int64_t row_bytes = contiguous ? 2 * kLatentWidth : latent_row_bytes(config_);
   caller_.call("sparse_mla", contiguous ? *layer_.contiguous : layer_.cache_direct, in,
-               [&] { return sparse_mla_work(config_, step_.fields, row_bytes); });
+               [&] { return sparse_mla_work(config_, step_.fields, row_bytes, begin, end); });
 }
 
 void DsaForward::attend_one_shot(const DsaForwardTensors& tensors) {

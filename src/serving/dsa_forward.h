@@ -18,6 +18,8 @@ struct ForwardScratch {
   TensorView selection;                          ///< Result of the indexer.
   TensorView slots;                              ///< Without fuse_transform: the mapped selection.
   TensorView contiguous_slots, contiguous_rows;  ///< Of the batch's keys.
+  // Of inputs in parts: bf16 [kQueryChunk, H, 576] and [max_rows, 576], or their codes.
+  TensorView joined_q, joined_k, q_codes, k_codes;
 
  private:
   void cut(const DsaConfig& config, Workspace memory, size_t* bytes);
@@ -43,12 +45,16 @@ class DsaForward {
  private:
   void quantize_index(const DsaForwardTensors& tensors);
   void quantize_index(const DsaForwardTensors& tensors, bool queries, bool keys);
-  void store_rows(const DsaForwardTensors& tensors);
+  ConstTensorView joined_keys(const DsaForwardTensors& tensors);
+  ConstTensorView joined_queries(const DsaForwardTensors& tensors, int64_t begin, int64_t end);
+  void store_rows(const DsaForwardTensors& tensors, const ConstTensorView& keys);
   ConstTensorView select_rows(const DsaForwardTensors& tensors);
   void map_rows(const ConstTensorView& positions, IndexTransform transform,
                 const TensorView& indices);
-  void attend(const DsaForwardTensors& tensors, const ConstTensorView& indices);
-  ConstTensorView contiguous_keys(const DsaForwardTensors& tensors);
+  void attend(const DsaForwardTensors& tensors, const ConstTensorView& keys,
+              const ConstTensorView& indices);
+  void attend_rows(const SparseMlaTensors& in, int64_t begin, int64_t end);
+  ConstTensorView contiguous_keys(const DsaForwardTensors& tensors, const ConstTensorView& keys);
   void attend_one_shot(const DsaForwardTensors& tensors);
 
   template <class View>

@@ -20,6 +20,26 @@ RowCodecProblem codec_problem(const DsaConfig& config, const DsaLayer& layer, in
   return problem;
 }
 
+MlaRopeQuantizeProblem rope_problem(const DsaConfig& config, const DsaLayer& layer) {
+  MlaRopeQuantizeProblem problem;
+  problem.max_rows = config.max_rows;
+  problem.num_heads = config.num_heads;
+  problem.rope_style = config.rope_style;
+  problem.q_scale = layer.q_scale;
+  problem.k_scale = layer.k_scale;
+  return problem;
+}
+
+// A bf16 row is copied bit by bit: 576 codes are 288 of its channels.
+RowCodecProblem record_problem(const DsaConfig& config) {
+  RowCodecProblem problem;
+  problem.max_rows = config.max_rows;
+  problem.row_format = RowFormat::kBf16;
+  problem.page_size = config.page_size;
+  problem.width = kLatentWidth / 2;
+  return problem;
+}
+
 IndexQuantizeProblem quantize_problem(const DsaConfig& config) {
   IndexQuantizeProblem problem;
   problem.max_rows = config.max_rows;
@@ -58,6 +78,20 @@ SparseMlaProblem attention_problem(const DsaConfig& config, const DsaLayer& laye
   problem.row_format = contiguous ? RowFormat::kBf16 : config.row_format;
   problem.page_size = contiguous ? 0 : config.page_size;
   if (config.row_format == RowFormat::kF576) problem.k_scale = layer.k_scale;
+  if (config.fuse_rope) problem.q_scale = layer.q_scale;
+  return problem;
+}
+
+MetadataCheckProblem check_problem(const DsaConfig& config, ForwardMode mode) {
+  MetadataCheckProblem problem;
+  problem.mode = mode;
+  problem.max_requests = config.max_requests;
+  problem.max_rows = config.max_rows;
+  problem.table_width = config.table_width;
+  problem.rows_per_request = config.rows_per_request;
+  problem.page_size = config.page_size;
+  problem.topk = config.topk;
+  problem.capacity = config.cache_slots;
   return problem;
 }
 
@@ -91,6 +125,7 @@ MetadataProblem metadata_problem(const DsaConfig& config, ForwardMode mode) {
   problem.rows_per_request = config.rows_per_request;
   problem.topk = config.topk;
   problem.page_size = config.page_size;
+  problem.split_parts = config.split_parts;
   // row_offset costs one array and is then there for the contiguous kernel.
   problem.transform = is_extend(mode) ? IndexTransform::kRagged : IndexTransform::kPaged;
   return problem;
@@ -101,10 +136,19 @@ DsaPlans::DsaPlans(const DsaConfig& config, const Device& device, const Operator
       store(IndexStore::plan({config.max_rows, config.index_dim, config.page_size}, device,
                              options("index_store"))),
       select(IndexSelect::plan(select_problem(config, IndexTransform::kPaged), device,
-                               options("index_select"))) {
+                               options("index_select"))),
+      join_q(ConcatAbsorbedQ::plan({kQueryChunk, config.num_heads}, device,
+                                   options("concat_absorbed_q"))),
+      join_k(ConcatAbsorbedQ::plan({config.max_rows, 1}, device, options("concat_absorbed_q"))) {
   for (int i = 0; is_known(static_cast<ForwardMode>(i)); ++i) {
-    refresh.push_back(MetadataRefresh::plan(metadata_problem(config, static_cast<ForwardMode>(i)),
-                                            device, options("metadata_refresh")));
+    const auto mode = static_cast<ForwardMode>(i);
+    const MetadataProblem problem = metadata_problem(config, mode);
+    refresh.push_back(MetadataRefresh::plan(problem, device, options("metadata_refresh")));
+    if (config.verify_metadata) verify.emplace_back(problem, device);
+    if (config.check) {
+      check.push_back(
+          MetadataCheck::plan(check_problem(config, mode), device, options("metadata_check")));
+    }
   }
   if (may_run_contiguous(config)) {
     select_ragged = IndexSelect::plan(select_problem(config, IndexTransform::kRagged), device,
@@ -113,9 +157,10 @@ DsaPlans::DsaPlans(const DsaConfig& config, const Device& device, const Operator
 }
 
 size_t DsaPlans::workspace_bytes() const {
-  size_t bytes =
-      std::max({bytes_of(quantize), bytes_of(store), bytes_of(select), bytes_of(select_ragged)});
+  size_t bytes = std::max({bytes_of(quantize), bytes_of(store), bytes_of(select),
+                           bytes_of(select_ragged), bytes_of(join_q), bytes_of(join_k)});
   for (const MetadataRefresh& plan : refresh) bytes = std::max(bytes, bytes_of(plan));
+  for (const MetadataCheck& plan : check) bytes = std::max(bytes, bytes_of(plan));
   return bytes;
 }
 
@@ -132,6 +177,11 @@ LayerPlans::LayerPlans(const DsaConfig& config, const DsaLayer& layer_in, const 
     contiguous =
         SparseMla::plan(attention_problem(config, layer, true), device, options("sparse_mla"));
   }
+  if (config.fuse_rope) {
+    rope_quantize =
+        MlaRopeQuantize::plan(rope_problem(config, layer), device, options("mla_rope_quantize"));
+    pack_records = PackRows::plan(record_problem(config), device, options("pack_rows"));
+  }
   if (may_run_one_shot(config)) {
     one_shot = MhaVarlen::plan(mha_problem(config, layer), device, options("mha_varlen"));
   }
@@ -139,7 +189,7 @@ LayerPlans::LayerPlans(const DsaConfig& config, const DsaLayer& layer_in, const 
 
 size_t LayerPlans::workspace_bytes() const {
   return std::max({bytes_of(pack), bytes_of(cache_direct), bytes_of(unpack), bytes_of(contiguous),
-                   bytes_of(one_shot)});
+                   bytes_of(one_shot), bytes_of(rope_quantize), bytes_of(pack_records)});
 }
 
 }  // namespace fovea::internal

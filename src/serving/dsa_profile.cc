@@ -96,12 +96,14 @@ OperatorWork unpack_rows_work(const DsaConfig& config, const MetadataFields& fie
 // 2 H (576 + 512) per selected slot; each token of a request at most once (the rows of a request
 // may share theirs), q and out.
 OperatorWork sparse_mla_work(const DsaConfig& config, const MetadataFields& fields,
-                             int64_t row_bytes) {
+                             int64_t row_bytes, int64_t first_row, int64_t end_row) {
   const auto topk_length = access<const int32_t, 1>(fields.topk_length);
   int64_t slots = 0;
   int64_t unique_tokens = 0;
   int64_t rows = 0;
   for_each_request(fields, [&](int64_t begin, int64_t end, int64_t len) {
+    begin = std::max(begin, first_row);
+    end = std::max(begin, std::min(end, end_row));
     int64_t selected = 0;
     for (int64_t t = begin; t < end; ++t) selected += topk_length(t);
     slots += selected;
@@ -111,6 +113,10 @@ OperatorWork sparse_mla_work(const DsaConfig& config, const MetadataFields& fiel
   const int64_t q_and_out = rows * config.num_heads * 2 * (kLatentWidth + kLatentDim);
   return {2 * as_double(config.num_heads * slots) * as_double(kLatentWidth + kLatentDim),
           as_double(unique_tokens * row_bytes + q_and_out)};
+}
+
+OperatorWork join_work(int64_t rows, int64_t element_bytes) {
+  return {0, as_double(rows * kLatentWidth * (2 + element_bytes))};
 }
 
 OperatorWork mha_varlen_work(const DsaConfig& config, const MetadataFields& fields) {

@@ -22,9 +22,11 @@ OperatorWork index_store_work(const DsaConfig& config, int64_t rows);
 OperatorWork index_select_work(const DsaConfig& config, const MetadataFields& fields);
 OperatorWork map_selection_work(const DsaConfig& config, int64_t rows);
 OperatorWork unpack_rows_work(const DsaConfig& config, const MetadataFields& fields);
-/// `row_bytes`: of the keys that are read.
+/// Of the rows [begin, end); `row_bytes`: of the keys that are read.
 OperatorWork sparse_mla_work(const DsaConfig& config, const MetadataFields& fields,
-                             int64_t row_bytes);
+                             int64_t row_bytes, int64_t begin, int64_t end);
+/// Rows of 576 channels joined from two bf16 parts; `element_bytes`: of the result.
+OperatorWork join_work(int64_t rows, int64_t element_bytes);
 OperatorWork mha_varlen_work(const DsaConfig& config, const MetadataFields& fields);
 
 /// Bytes of one token's latent row in the cache.

@@ -43,7 +43,12 @@ void StepArrays::cut(const DsaConfig& config, int64_t max_requests, int64_t max_
   fields_.k_end = array({max_rows});
   fields_.row_offset = array({max_rows});
   fields_.schedule = array({MetadataProblem{}.workers + 1, 2});
+  if (config.split_parts > 0) {
+    fields_.split_schedule = array({config.split_parts, 8});
+    fields_.split_indptr = array({max_rows + 1});
+  }
   store_slots_ = array({max_rows});
+  error_word_ = array({8});
   selected_.seq_len = array({max_requests});
   selected_.pool_row = array({max_requests});
   selected_.ext_len = array({max_requests});
@@ -70,6 +75,10 @@ MetadataFields StepArrays::views(ForwardMode mode, int64_t requests, int64_t num
   views.topk_length = slice_rows(fields_.topk_length, 0, padded_rows);
   views.topk_indptr = slice_rows(fields_.topk_indptr, 0, padded_rows + 1);
   views.ext_len = slice_rows(fields_.ext_len, 0, requests);
+  if (fields_.split_schedule.defined()) {
+    views.split_schedule = fields_.split_schedule;
+    views.split_indptr = slice_rows(fields_.split_indptr, 0, padded_rows + 1);
+  }
   if (is_extend(mode)) {
     views.k_start = slice_rows(fields_.k_start, 0, num_rows);
     views.k_end = slice_rows(fields_.k_end, 0, num_rows);
@@ -78,6 +87,12 @@ MetadataFields StepArrays::views(ForwardMode mode, int64_t requests, int64_t num
     views.schedule = fields_.schedule;
   }
   return views;
+}
+
+MetadataReport report_of(const DsaStep& step) {
+  MetadataReport report{};
+  std::memcpy(&report, step.arrays.error_word().data, sizeof(report));
+  return report;
 }
 
 }  // namespace fovea::internal

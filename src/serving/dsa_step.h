@@ -38,13 +38,16 @@ class StepArrays {
   /// i32 [max rows]: out_cache_loc without the rows of no request.
   const TensorView& store_slots() const { return store_slots_; }
 
+  /// i32 [8]: a MetadataReport.
+  const TensorView& error_word() const { return error_word_; }
+
  private:
   void cut(const DsaConfig& config, int64_t max_requests, int64_t max_rows, Workspace memory,
            size_t* bytes);
 
   HostBuffer memory_;
   MetadataFields fields_;
-  TensorView store_slots_;
+  TensorView store_slots_, error_word_;
   SelectedInputs selected_;
 };
 
@@ -61,12 +64,18 @@ struct DsaStep {
   std::optional<StepBucket> bucket;
   StepArrays arrays;
   bool begun = false;
+  ForwardMode mode = ForwardMode::kDecode;
   DsaDispatch dispatch;
   StepShape shape;
-  MetadataFields fields;            ///< Views of the live shapes.
+  MetadataFields fields;  ///< Views of the live shapes.
+  /// With `check`, what begin_step looked at; without error_word there was nothing to look at.
+  MetadataCheckTensors checked;
   ConstTensorView positions;        ///< i32 [T], the caller's.
   ConstTensorView store_positions;  ///< i32 [padded_tokens], the caller's.
   ConstTensorView out_cache_loc;    ///< i32 [padded_tokens], the caller's, or store_slots.
 };
+
+/// Its error word; all zeros when nothing was checked.
+MetadataReport report_of(const DsaStep& step);
 
 }  // namespace fovea::internal

@@ -7,6 +7,7 @@
 
 #include "fovea/dsa_backend.h"
 #include "fovea/error.h"
+#include "src/core/fault_injection.h"
 #include "src/core/log.h"
 #include "src/core/parallel.h"
 #include "src/serving/dsa_profile.h"
@@ -31,6 +32,7 @@ class OperatorCaller {
     const auto run = [&]() -> std::string_view {
       try {
         plan.run(tensors, workspace_.workspace());
+        end_launch();
       } catch (const Error& error) {
         return run_next(name, plan, tensors, error);
       }

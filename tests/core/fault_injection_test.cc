@@ -27,5 +27,23 @@ TEST(LaunchFault, ExactlyTheNthLaunchFails) {
   for (int i = 0; i < 10; ++i) EXPECT_NO_THROW(begin_launch("later"));
 }
 
+TEST(ResultFault, WritesAfterExactlyTheNthRun) {
+  int32_t result = 1;
+  {
+    const ResultFault fault(2, &result, 7);
+    end_launch();
+    EXPECT_EQ(result, 1);
+    EXPECT_FALSE(fault.fired());
+    end_launch();
+    EXPECT_EQ(result, 7);
+    EXPECT_TRUE(fault.fired());
+    result = 1;
+    end_launch();
+    EXPECT_EQ(result, 1);
+  }
+  for (int i = 0; i < 10; ++i) end_launch();
+  EXPECT_EQ(result, 1);
+}
+
 }  // namespace
 }  // namespace fovea::internal

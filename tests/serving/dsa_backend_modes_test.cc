@@ -50,7 +50,7 @@ void expect_equal_rows(const RowResults& actual, const RowResults& expected) {
 
 class DsaBackendModes : public testing::TestWithParam<RowFormat> {};
 INSTANTIATE_TEST_SUITE_P(Formats, DsaBackendModes,
-                         testing::Values(RowFormat::kBf16, RowFormat::kV32),
+                         testing::Values(RowFormat::kBf16, RowFormat::kV32, RowFormat::kF576),
                          [](const auto& format) { return std::string(to_string(format.param)); });
 
 // Every way to append tokens, wrong guesses rolled back and their slots written again.

@@ -99,7 +99,8 @@ std::vector<std::pair<std::string, std::vector<double>>> fields_of(const Metadat
 }
 
 class DsaStepPlans : public testing::TestWithParam<RowFormat> {};
-INSTANTIATE_TEST_SUITE_P(Formats, DsaStepPlans, testing::Values(RowFormat::kBf16, RowFormat::kV32),
+INSTANTIATE_TEST_SUITE_P(Formats, DsaStepPlans,
+                         testing::Values(RowFormat::kBf16, RowFormat::kV32, RowFormat::kF576),
                          [](const auto& format) { return std::string(to_string(format.param)); });
 
 TEST_P(DsaStepPlans, ReplayedInAlternationTheyEqualDecodedRows) {

@@ -254,10 +254,10 @@ void DsaRig::step(ForwardMode mode, const std::vector<std::pair<int, int>>& requ
     }
   } else if (options.plan == nullptr) {
     backend_.begin_step(in.batch);
-    backend_.forward({0, kSoftmaxScale}, tensors);
+    backend_.forward(layer, tensors);
   } else {
     backend_.begin_step(in.batch, options.plan);
-    backend_.forward(*options.plan, {0, kSoftmaxScale}, tensors);
+    backend_.forward(*options.plan, layer, tensors);
   }
   if (!options.adjust && options.give_indices) {
     collect(work, options.plan != nullptr ? options.plan->dispatch() : backend_.dispatch());
@@ -312,7 +312,7 @@ void DsaRig::run_rank(Inputs& in, const ContextSplit& split, int rank, const Ste
   if (options.give_indices) tensors.indices = indices;
   if (options.adjust_rank) options.adjust_rank(rank, batch, tensors);
   backend_.begin_step(batch);
-  backend_.forward({0, kSoftmaxScale}, tensors);
+  backend_.forward(layer, tensors);
   for (const auto& [rows, whole] :
        {std::pair{&out, &whole_out}, {&lse, &whole_lse}, {&indices, &whole_indices}}) {
     put_rows(*rows, split.rank_rows, *whole);
@@ -350,7 +350,7 @@ void DsaRig::draft_chain(const std::vector<int>& requests, const std::vector<Dsa
   for (size_t j = 0; j < plans.size(); ++j) {
     DsaForwardTensors tensors = forward_tensors(inputs[j].rows, inputs[j].extent);
     tensors.indices = indices;
-    backend_.forward(*plans[j], {0, kSoftmaxScale}, tensors);
+    backend_.forward(*plans[j], layer, tensors);
     collect(work[j], plans[j]->dispatch());
   }
 }

@@ -83,6 +83,8 @@ class DsaRig {
 
   static constexpr float kSoftmaxScale = 0.0721688f;  // 192^-0.5
 
+  DsaLayer layer{0, kSoftmaxScale};
+
   /// Outputs of the last step, [T, ...].
   Tensor out, lse, indices;
 
