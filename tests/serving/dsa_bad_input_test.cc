@@ -16,6 +16,7 @@
 #include "fovea/index_logits.h"
 #include "fovea/metadata_check.h"
 #include "fovea/mha_varlen.h"
+#include "fovea/mla_inputs.h"
 #include "fovea/numeric.h"
 #include "fovea/row_codec.h"
 #include "fovea/sparse_mla.h"
@@ -445,6 +446,30 @@ TEST(DsaBadInput, AContextSplitOfASpeculativeStep) {
         {"mode = " + std::string(to_string(mode)), "context split"},
         [&] { dsa_dispatch(config, Device::cpu(1), facts); }, ErrorCode::kUnsupported);
   }
+  const ContextSplit split;
+  const auto give_split = [&](ForwardBatch& batch, DsaForwardTensors&) {
+    batch.context_split = &split;
+    batch.store_positions = batch.positions;
+  };
+  expect_step_refused({"context_split in mode decode"}, give_split, kDecode, config,
+                      ErrorCode::kUnsupported);
+  expect_step_refused({"context_parallel"}, give_split);
+}
+
+TEST(DsaBadInput, RopeTableOfTheQuantisingPassThatIsMissing) {
+  const Tensor nope(DType::kBf16, {1, 512}), rope(DType::kBf16, {1, 64});
+  Tensor codes(DType::kU8, {1, 576});
+  expect_error({"cos_sin"}, [&] {
+    run(MlaRopeQuantize::plan({.max_rows = 1, .num_heads = 1}, Device::cpu(1)),
+        {.q_nope = {},
+         .q_rope = {},
+         .k_nope = nope,
+         .k_rope = rope,
+         .positions = Tensor::i32({1}, {0}),
+         .cos_sin = {},
+         .q_fp8 = {},
+         .k_fp8 = codes});
+  });
 }
 
 TEST(DsaBadInput, AZigzagSplitOfSeveralRequests) {
