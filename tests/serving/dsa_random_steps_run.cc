@@ -80,6 +80,12 @@ void RandomSteps::lay_out(Launch& launch) {
       launch.out_cache_loc.data<int32_t>()[row] = slot;
     }
   }
+  // Where num_rows is a bound, the rows behind the last request hold whatever was there before.
+  for (; row < step.num_rows; ++row) {
+    launch.positions.data<int32_t>()[row] = static_cast<int32_t>(rng_.integer(0, kMaxContext));
+    launch.out_cache_loc.data<int32_t>()[row] = static_cast<int32_t>(
+        rng_.integer(config_.page_size, allocator_.num_pages() * config_.page_size - 1));
+  }
   launch.seq_len = Tensor::i32({requests}, launch.host_seq_len);
   launch.ext_len = Tensor::i32({requests}, launch.host_ext_len);
   launch.pool_row = Tensor::i32({requests}, pool_row);
