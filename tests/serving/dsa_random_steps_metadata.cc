@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <array>
 
 #include "tests/serving/dsa_random_steps_model.h"
 
@@ -73,6 +74,76 @@ void check_schedule(const std::vector<int64_t>& lens, const ConstTensorView& sch
   }
 }
 
+// What each part of the split plan walks: lines of [parts, 8], and the pieces of each row.
+struct SplitWalk {
+  std::vector<std::array<int64_t, 8>> parts;
+  std::vector<int64_t> pieces;
+};
+
+// docs/split_schedule.md: parts fill up with blocks of 64 slots and 5 blocks of overhead a piece.
+SplitWalk walk_split(const std::vector<int64_t>& lens, int64_t num_parts) {
+  const auto rows = static_cast<int64_t>(lens.size());
+  std::vector<int64_t> blocks;
+  int64_t cost = 0;
+  for (const int64_t len : lens) {
+    blocks.push_back(std::max<int64_t>(1, (len + 63) / 64));
+    cost += blocks.back() + 5;
+  }
+  const int64_t cap = (cost + num_parts - 1) / num_parts + 5;
+  SplitWalk walk;
+  walk.pieces.assign(lens.size(), 0);
+  int64_t row = 0, block = 0;
+  for (int64_t part = 0; part < num_parts; ++part) {
+    if (row == rows) {
+      walk.parts.push_back({rows, rows - 1, 0, 0, 0, 0, 0, 0});
+      continue;
+    }
+    std::array<int64_t, 8> line{row, row, block, 0, walk.pieces[static_cast<size_t>(row)], 0, 0, 0};
+    for (int64_t budget = cap; row < rows;) {
+      const auto at = static_cast<size_t>(row);
+      const int64_t rest = blocks[at] - block;
+      const int64_t taken = budget >= rest + 5 ? rest : std::max<int64_t>(0, budget - 5);
+      if (taken == 0) break;
+      ++walk.pieces[at];
+      line[1] = row;
+      line[3] = block + taken;
+      budget -= taken + 5;
+      block += taken;
+      if (taken < rest) break;
+      ++row;
+      block = 0;
+    }
+    walk.parts.push_back(line);
+  }
+  for (std::array<int64_t, 8>& line : walk.parts) {
+    if (line[0] == rows) continue;
+    line[5] = walk.pieces[static_cast<size_t>(line[0])] > 1 ? 1 : 0;
+    line[6] = walk.pieces[static_cast<size_t>(line[1])] > 1 ? 1 : 0;
+  }
+  return walk;
+}
+
+void check_split(const DsaConfig& config, std::vector<int64_t> topk_length,
+                 const MetadataFields& fields) {
+  if (!fields.split_schedule.defined() || !fields.split_indptr.defined()) {
+    throw StepFailure("split_schedule is missing");
+  }
+  topk_length.resize(static_cast<size_t>(fields.split_indptr.shape[0] - 1), 0);
+  const SplitWalk walk = walk_split(topk_length, config.split_parts);
+  std::vector<int64_t> indptr{0};
+  for (const int64_t pieces : walk.pieces) indptr.push_back(indptr.back() + pieces);
+  expect_whole("split_indptr", fields.split_indptr, indptr);
+  expect_equal(fields.split_schedule.shape[0], config.split_parts, "split_schedule.shape", 0);
+  for (int64_t part = 0; part < config.split_parts; ++part) {
+    for (int64_t column = 0; column < 8; ++column) {
+      expect_equal(static_cast<const int32_t*>(
+                       fields.split_schedule.data)[part * fields.split_schedule.stride[0] + column],
+                   walk.parts[static_cast<size_t>(part)][static_cast<size_t>(column)],
+                   ("split_schedule[" + std::to_string(part) + "]").c_str(), column);
+    }
+  }
+}
+
 }  // namespace
 
 int64_t ModelStep::live_rows() const {
@@ -120,6 +191,7 @@ void check_metadata(const DsaConfig& config, const ModelStep& step, const Metada
   if (fields.topk_length.shape[0] < padded) throw StepFailure("topk_length lacks padded rows");
   expect_equal(fields.topk_indptr.shape[0], fields.topk_length.shape[0] + 1, "topk_indptr.shape",
                0);
+  if (config.split_parts > 0) check_split(config, topk_length, fields);
   if (extend) {
     expect_field("k_start", fields.k_start, k_start, 0);
     expect_field("k_end", fields.k_end, k_end, 0);

@@ -95,7 +95,7 @@ void TokenImages::pack_latent(TokenImage& image) const {
     return;
   }
   if (config_.row_format != RowFormat::kV32) {
-    for (const bf16_t value : image.k) append(e4m3_from_float(bf16_to_float(value)));
+    for (const bf16_t value : image.k) append(e4m3_from_float(bf16_to_float(value) / kF576Scale));
     return;
   }
   std::vector<float> scales;
@@ -228,7 +228,7 @@ std::vector<double> decode_row(const DsaConfig& config, const TokenImage& image)
   }
   const bool tiles = config.row_format == RowFormat::kV32;
   for (size_t i = 0; i < static_cast<size_t>(tiles ? kLatent : kWidth); ++i) {
-    float scale = 1;
+    float scale = kF576Scale;
     if (tiles) std::memcpy(&scale, image.row.data() + kLatent + 4 * (i / 128), sizeof(scale));
     values.push_back(double{bf16_to_float(bf16_from_float(e4m3_to_float(image.row[i]) * scale))});
   }

@@ -69,6 +69,9 @@ class TokenImages {
   std::unordered_map<uint64_t, std::unique_ptr<TokenImage>> images_;
 };
 
+/// Scale of the caches of kF576.
+inline constexpr float kF576Scale = 0.5f;
+
 /// Values of channels of a latent row, as attention reads them.
 std::vector<double> decode_row(const DsaConfig& config, const TokenImage& image);
 

@@ -187,7 +187,8 @@ void RandomSteps::forward(const Launch& launch, int layer) {
   tensors.indices = inputs.indices;
   tensors.out = inputs.out;
   tensors.lse = inputs.lse;
-  const DsaLayer model_layer{layer, kSoftmaxScale};
+  DsaLayer model_layer{layer, kSoftmaxScale};
+  if (config_.row_format == RowFormat::kF576) model_layer.k_scale = kF576Scale;
   if (launch.plan != nullptr) {
     backend_.forward(*launch.plan, model_layer, tensors);
   } else {

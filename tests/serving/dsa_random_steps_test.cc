@@ -88,6 +88,7 @@ std::vector<RandomStepsSetup> setups() {
     config.topk = 9;
     config.rows_per_request = 2;
   }
+  add("f576_pages_of_4", 4, RowFormat::kF576);
   add("v32_mapped_later", 4, RowFormat::kV32).config.fuse_transform = false;
   {
     RandomStepsSetup& setup = add("v32_contiguous", 4, RowFormat::kV32);
