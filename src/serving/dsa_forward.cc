@@ -256,6 +256,8 @@ void DsaForward::attend(const DsaForwardTensors& tensors, const ConstTensorView&
   in.kv = contiguous ? contiguous_keys(tensors, keys) : ConstTensorView(tensors.kv_pool);
   in.indices = indices;
   in.topk_length = step_.fields.topk_length;
+  in.split_schedule = step_.fields.split_schedule;
+  in.split_indptr = step_.fields.split_indptr;
   in.out = tensors.out;
   in.lse = tensors.lse;
   const int64_t rows = step_.shape.padded_rows;
@@ -269,6 +271,10 @@ void DsaForward::attend(const DsaForwardTensors& tensors, const ConstTensorView&
     in.q = joined_queries(tensors, begin, end);
     in.indices = slice_rows(indices, begin, end);
     in.topk_length = slice_rows(step_.fields.topk_length, begin, end);
+    // A plan of all rows does not fit some of them, and is not followed then.
+    if (in.split_indptr.defined()) {
+      in.split_indptr = slice_rows(step_.fields.split_indptr, begin, end + 1);
+    }
     in.out = slice_rows(tensors.out, begin, end);
     in.lse = slice_rows(tensors.lse, begin, end);
     attend_rows(in, begin, end);

@@ -79,6 +79,7 @@ SparseMlaProblem attention_problem(const DsaConfig& config, const DsaLayer& laye
   problem.page_size = contiguous ? 0 : config.page_size;
   if (config.row_format == RowFormat::kF576) problem.k_scale = layer.k_scale;
   if (config.fuse_rope) problem.q_scale = layer.q_scale;
+  problem.split_parts = config.split_parts;
   return problem;
 }
 
