@@ -315,8 +315,9 @@ int64_t Engine::bucket_of(int64_t requests) const {
 }
 
 Engine::RoundPlans& Engine::round_plans(int64_t bucket) {
-  RoundPlans& plans = round_plans_[bucket];
-  if (!plans.verify.empty()) return plans;
+  const auto found = round_plans_.find(bucket);
+  if (found != round_plans_.end()) return found->second;
+  RoundPlans plans;
   const ForwardMode extend = config_.draft_mode == DraftMode::kV1 ? ForwardMode::kDraftExtend
                                                                   : ForwardMode::kDraftExtendV2;
   for (size_t j = 0; j < chain_rows_.size(); ++j) {
@@ -325,7 +326,8 @@ Engine::RoundPlans& Engine::round_plans(int64_t bucket) {
   const int64_t rows = config_.draft_tokens + 1;
   plans.extend.push_back(backend_.make_step_plan({extend, bucket, rows}));
   plans.verify.push_back(backend_.make_step_plan({ForwardMode::kTargetVerify, bucket, rows}));
-  return plans;
+  calls_.clear();  // what a new plan is filled with belongs to no step
+  return round_plans_.emplace(bucket, std::move(plans)).first->second;
 }
 
 void Engine::run_chain(int64_t bucket, const Scheduler& scheduler, const StepBatch& batch,
