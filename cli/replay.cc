@@ -88,6 +88,7 @@ void print_operators(const ReplayResult& result) {
 }
 
 void print_modes(const ReplayResult& result) {
+  if (!result.drafts) return;
   fmt::print("\n{:<18} {:>8} {:>10} {:>10}\n", "step", "count", "rows", "ms");
   for (const StepKindTotals& totals : step_kind_totals(result)) {
     fmt::print("{:<18} {:>8} {:>10} {:>10.1f}\n", to_string(totals.kind), totals.count, totals.rows,

@@ -286,6 +286,11 @@ ReplayResult ReplayRun::run() {
     }
   }
   check_samples(&engine);
+  if (checked_rows_.size() != plan_.check_rows.size()) {
+    throw Error(ErrorCode::kInternal, "replay: " + std::to_string(plan_.check_rows.size()) +
+                                          " rows were to be checked, but only " +
+                                          std::to_string(checked_rows_.size()) + " were computed");
+  }
   summarize_check(checked_rows_, verdicts_, &result_.check);
   finish(scheduler, engine);
   result_.phases.total_s = seconds_since(start);
