@@ -64,7 +64,7 @@ TEST_P(PackRowsTest, I132KeepsCodesFirstAndScalesLastInEveryPage) {
     const std::vector<bf16_t> rows = hostile_rows(RowFormat::kI132, num_rows, width);
     const Tensor src = Tensor::bf16({num_rows, width}, rows);
     std::vector<int32_t> slot_values;
-    for (int32_t i = 0; i < num_rows; ++i) slot_values.push_back((i * 7) % num_rows);
+    for (int32_t i = 0; i < num_rows; ++i) slot_values.push_back((i * 7) % 60);
     const Tensor slots = Tensor::i32({num_rows}, slot_values);
     for (const int64_t page_size : {1, 3, 64}) {
       for (const ScaleMode mode : kModes) {
