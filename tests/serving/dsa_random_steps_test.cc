@@ -89,7 +89,11 @@ std::vector<RandomStepsSetup> setups() {
     config.rows_per_request = 2;
   }
   add("f576_pages_of_4", 4, RowFormat::kF576);
-  add("v32_mapped_later", 4, RowFormat::kV32).config.fuse_transform = false;
+  {
+    DsaConfig& config = add("v32_mapped_later_verified", 4, RowFormat::kV32).config;
+    config.fuse_transform = false;
+    config.verify_metadata = true;
+  }
   {
     RandomStepsSetup& setup = add("v32_contiguous", 4, RowFormat::kV32);
     setup.config.deterministic = false;
