@@ -95,6 +95,12 @@ std::vector<RandomStepsSetup> setups() {
     config.verify_metadata = true;
   }
   {
+    RandomStepsSetup& setup = add("v32_split_plan", 4, RowFormat::kV32);
+    setup.config.deterministic = false;
+    setup.config.split_parts = 5;
+    setup.bit_equal = false;
+  }
+  {
     RandomStepsSetup& setup = add("v32_contiguous", 4, RowFormat::kV32);
     setup.config.deterministic = false;
     setup.config.prefill_implementation = "contiguous_bf16";
