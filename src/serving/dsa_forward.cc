@@ -64,6 +64,10 @@ View with_one_head(const View& rows) {
   return view;
 }
 
+bool are_one_array(const ConstTensorView& a, const ConstTensorView& b) {
+  return a.data == b.data && a.shape[0] == b.shape[0] && a.stride[0] == b.stride[0];
+}
+
 // u8 [N, 576] as bf16 [N, 288].
 ConstTensorView as_bf16_rows(const ConstTensorView& records) {
   return make_tensor(records.data, DType::kBf16, {records.shape[0], kLatentWidth / 2});
@@ -134,7 +138,7 @@ void DsaForward::quantize_index(const DsaForwardTensors& tensors) {
   const bool queries = scores_rows(step_.dispatch, tensors);
   const bool keys = tensors.save_kv && tensors.index_k.defined();
   // Queries and keys of the same rows take one pass.
-  if (queries && keys && step_.positions.data != step_.store_positions.data) {
+  if (queries && keys && !are_one_array(live(step_.positions), stored(step_.store_positions))) {
     quantize_index(tensors, true, false);
     quantize_index(tensors, false, true);
   } else if (queries || keys) {

@@ -67,6 +67,19 @@ TEST_P(DsaContextSplit, ZigzagBlocksTogetherEqualTheWholeForward) {
   }
 }
 
+// Rank 0 of two holds the first of the two tokens: its positions may be the head of everybody's.
+TEST(DsaContextSplitInputs, PositionsOfARankMayShareMemoryWithThoseOfTheBatch) {
+  DsaRig whole(split_config(RowFormat::kBf16), 1);
+  whole.step(kExtend, {{0, 2}});
+  DsaRig rig(split_config(RowFormat::kBf16), 1);
+  StepOptions options{.context_ranks = 2};
+  options.adjust_rank = [](int rank, ForwardBatch& batch, DsaForwardTensors&) {
+    if (rank == 0) batch.positions.data = batch.store_positions.data;
+  };
+  rig.step(kExtend, {{0, 2}}, options);
+  expect_equal_rows(rig.results(), whole.results());
+}
+
 // ext_len [1, 1, 3] on four ranks, as in docs/context_split.md.
 TEST(DsaContextSplitMetadata, IsThatOfTheSelectedRequests) {
   DsaRig rig(split_config(RowFormat::kBf16), 1);
