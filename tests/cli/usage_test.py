@@ -74,6 +74,10 @@ class InfoTest(CommandLineTest):
         widths = {line.count("|") for line in result.stdout.strip().splitlines()}
         self.assertEqual(len(widths), 1)
 
+    def test_the_readme_has_the_table_that_markdown_prints(self):
+        table = self.fovea("info", "--markdown").stdout.strip()
+        self.assertIn(table, (ROOT / "README.md").read_text())
+
     def test_markdown_and_json_exclude_each_other(self):
         self.expect(self.fovea("info", "--markdown", "--json"), 2, "--markdown")
 
