@@ -10,7 +10,7 @@ import sys
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
-OPTION_STRUCTS = ("DsaConfig", "DsaLayer", "ForwardBatch", "DsaForwardTensors")
+OPTION_STRUCTS = ("DsaConfig", "DsaLayer", "ForwardBatch", "DsaForwardTensors", "StepBucket", "DraftStep")
 
 
 def fields_of(header: str, name: str) -> list[str]:
@@ -28,7 +28,8 @@ def missing_options() -> list[str]:
     page = pathlib.Path("docs/environment.md").read_text()
     problems = []
     for name in OPTION_STRUCTS:
-        section = re.search(rf"^### {name}$(.*?)(?=^##|\Z)", page, re.MULTILINE | re.DOTALL).group(1)
+        match = re.search(rf"^### {name}$(.*?)(?=^##|\Z)", page, re.MULTILINE | re.DOTALL)
+        section = match.group(1) if match else ""
         cells = "".join(line.split("|")[1] for line in section.splitlines() if line.startswith("| `"))
         listed = set(re.findall(r"`(\w+)`", cells))
         fields = set(fields_of(header, name))

@@ -110,8 +110,8 @@ struct ForwardBatch {
   std::span<const int32_t> host_seq_len;
   std::span<const int32_t> host_ext_len;
   bool mha_inputs = false;  ///< The caller can supply q_mha, k_mha, v_mha, out_mha.
-  /// kExtend with context_parallel: the rank's part of the batch (round-robin; lives as long as the
-  /// tensors). Then num_rows, positions and every query tensor are those of the rank's rows, while
+  /// kExtend, kMixed with context_parallel: the rank's part of the batch; lives as long as the
+  /// tensors. Then num_rows, positions and every query tensor are those of the rank's rows, while
   /// out_cache_loc, store_positions, k and index_k are those of all tokens of the batch, gathered
   /// in token order: every rank stores everything.
   const ContextSplit* context_split = nullptr;
