@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -238,6 +239,26 @@ TEST(DsaBackend, ForwardNeedsAStepAndASaneScale) {
 }
 
 // Device contents without host lengths: masked or clamped, never out of bounds, never an error.
+// Scores within 1e-3 of 0 weigh every selected key alike.
+TEST(DsaBackend, ASoftCapReachesTheKernelOfEveryFormat) {
+  for (const RowFormat format : {RowFormat::kBf16, RowFormat::kV32, RowFormat::kF576}) {
+    for (const std::string prefill : {"cache_direct", "contiguous_bf16"}) {
+      DsaConfig config = tiny(format);
+      config.deterministic = false;
+      if (format != RowFormat::kF576) config.prefill_implementation = prefill;
+      DsaRig rig(config, 1);
+      rig.layer.logit_cap = 1e-3f;
+      rig.step(kExtend, {{0, 20}});
+      rig.step(kDecode, {{0, 1}});
+      for (const auto& [key, row] : rig.results()) {
+        const auto kept = static_cast<double>(std::min(key.second + 1, config.topk));
+        for (const float lse : row.lse) EXPECT_NEAR(lse, std::log(kept), 2e-3);
+      }
+      EXPECT_EQ(rig.results().size(), 21u);
+    }
+  }
+}
+
 TEST(DsaBackend, HostileDeviceContentsAreMasked) {
   test::Rng rng(3);
   const int32_t low = std::numeric_limits<int32_t>::min(), high = -(low + 1);

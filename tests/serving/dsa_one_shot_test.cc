@@ -223,5 +223,20 @@ TEST(DsaOneShot, NamesTheExpandedInputsThatAreMissing) {
   }
 }
 
+TEST(DsaOneShot, HasNoSoftCap) {
+  DsaRig rig(config_for(false), 1);
+  rig.layer.logit_cap = 30;
+  StepOptions options;
+  options.adjust = [](ForwardBatch& batch, DsaForwardTensors&) { batch.mha_inputs = true; };
+  try {
+    rig.step(ForwardMode::kExtend, {{0, 5}}, options);
+    ADD_FAILURE() << "no error";
+  } catch (const Error& error) {
+    for (const std::string text : {"logit_cap = 30", "one-shot", "force_absorbed"}) {
+      EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
+    }
+  }
+}
+
 }  // namespace
 }  // namespace fovea
