@@ -287,6 +287,21 @@ void check_one_shot(const DsaConfig& config, const StepShape& shape, const DsaLa
   check_tensor(kDsaOp, "out_mha", tensors.out_mha, DType::kBf16, {rows, heads, kMhaWidthV});
 }
 
+// A scale that nothing applies is a mistake of the caller.
+void check_scales(const DsaConfig& config, const DsaLayer& layer) {
+  check_positive_finite(kDsaOp, "q_scale", layer.q_scale);
+  check_positive_finite(kDsaOp, "k_scale", layer.k_scale);
+  if (layer.k_scale != 1 && config.row_format != RowFormat::kF576) {
+    invalid(kDsaOp, "k_scale = " + std::to_string(layer.k_scale) +
+                        " with row_format = " + std::string(to_string(config.row_format)) +
+                        ", expected 1: only the rows of an f576 cache have one scale");
+  }
+  if (layer.q_scale != 1 && !config.fuse_rope) {
+    invalid(kDsaOp, "q_scale = " + std::to_string(layer.q_scale) +
+                        " without fuse_rope, expected 1: queries stay bf16");
+  }
+}
+
 }  // namespace
 
 void check_dsa_config(const DsaConfig& config, const Device& device) {
@@ -446,8 +461,7 @@ void check_forward_tensors(const DsaConfig& config, const DsaDispatch& dispatch,
                            const DsaForwardTensors& tensors) {
   const int64_t rows = shape.padded_rows, heads = config.num_heads;
   check_positive_finite(kDsaOp, "softmax_scale", layer.softmax_scale);
-  check_positive_finite(kDsaOp, "q_scale", layer.q_scale);
-  check_positive_finite(kDsaOp, "k_scale", layer.k_scale);
+  check_scales(config, layer);
   if (dispatch.one_shot) {
     check_one_shot(config, shape, layer, tensors);
   } else {

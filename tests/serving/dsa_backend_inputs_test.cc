@@ -256,5 +256,20 @@ TEST(DsaBackendInputErrors, ScalesOfALayer) {
   }
 }
 
+// A scale that nothing applies would be a wrong result without a word.
+TEST(DsaBackendInputErrors, ScalesThatNothingApplies) {
+  for (const RowFormat format : {RowFormat::kBf16, RowFormat::kV32, RowFormat::kF576}) {
+    DsaRig rig(DsaRig::small_config(4, format), 1);
+    rig.layer.q_scale = 2;  // without fuse_rope
+    expect_error(ErrorCode::kInvalidArgument, "q_scale = 2", [&] { rig.step(kExtend, {{0, 1}}); });
+    rig.layer.q_scale = 1;
+    if (format == RowFormat::kF576) continue;
+    rig.layer.k_scale = 0.5f;
+    expect_error(ErrorCode::kInvalidArgument, "k_scale = 0.5", [&] {
+      rig.step(kExtend, {{0, 1}});
+    });
+  }
+}
+
 }  // namespace
 }  // namespace fovea
