@@ -62,6 +62,22 @@ MetadataTensors refresh_inputs(const ForwardBatch& batch, const DsaStep& step) {
   return tensors;
 }
 
+// What a refresh writes. A bucket is written over all of its rows, so that a smaller batch leaves
+// no trace of a larger one; but no row past E becomes a live one, whatever device lengths say, and
+// the split plan is that of the T rows which forward has.
+MetadataFields refreshed_fields(const DsaStep& step, ForwardMode mode, const StepShape& shape) {
+  if (!step.bucket) {
+    return step.arrays.views(mode, shape.num_requests, shape.num_rows, shape.padded_rows);
+  }
+  const int64_t rows = step.arrays.max_rows();
+  MetadataFields fields = step.arrays.views(mode, shape.num_requests, rows, rows);
+  fields.row_len = slice_rows(fields.row_len, 0, shape.num_rows);
+  if (fields.split_indptr.defined()) {
+    fields.split_indptr = slice_rows(fields.split_indptr, 0, shape.padded_rows + 1);
+  }
+  return fields;
+}
+
 // The step becomes what its forwards read.
 void make_current(const NextStep& next) {
   DsaStep& step = *next.step;
@@ -163,12 +179,7 @@ NextStep DsaBackend::State::prepare(const ForwardBatch& batch, DsaStep* step,
   next.dispatch = dsa_dispatch(config, device, facts);
   next.shape = shape_of(batch, facts);
   next.check = config.check;
-  // A bucket is refreshed over all of its rows, so that a smaller batch leaves no trace of a
-  // larger.
-  const int64_t bucket_rows = step->arrays.max_rows();
-  next.fields = step->arrays.views(batch.mode, next.shape.num_requests,
-                                   step->bucket ? bucket_rows : next.shape.num_rows,
-                                   step->bucket ? bucket_rows : next.shape.padded_rows);
+  next.fields = refreshed_fields(*step, batch.mode, next.shape);
   return next;
 }
 
@@ -208,7 +219,8 @@ void DsaBackend::State::check_contents(const NextStep& next) {
   tensors.pool_row = batch.pool_row;
   tensors.req_to_token = batch.req_to_token;
   tensors.ext_len = batch.ext_len;
-  tensors.out_cache_loc = batch.out_cache_loc;
+  // Without the padding, which is not stored; so that rows past E are more than there is room for.
+  tensors.out_cache_loc = slice_rows(batch.out_cache_loc, 0, next.shape.num_tokens);
   tensors.kv_len_delta = next.kv_len_delta;
   tensors.error_word = next.step->arrays.error_word();
   next.step->checked = tensors;
