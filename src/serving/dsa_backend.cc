@@ -32,6 +32,13 @@ struct NextStep {
   bool check = false;
 };
 
+DsaConfig followed_config(const DsaConfig& given, const Device& device,
+                          const internal::OperatorOptions& options) {
+  DsaConfig config = given;
+  config.split_parts = internal::followed_split_parts(given, device, options);
+  return config;
+}
+
 bool follows_failures(const DsaConfig& config) {
   return !config.strict && !config.deterministic && config.implementation.empty();
 }
@@ -116,9 +123,10 @@ struct DsaStepPlan::State {
 };
 
 struct DsaBackend::State {
-  DsaConfig config;
+  DsaConfig given;
   Device device;
   internal::OperatorOptions options;
+  DsaConfig config;  // what runs: split_parts only where a plan is followed
   internal::OperatorCaller caller;
   internal::DsaPlans plans;
   std::vector<internal::LayerPlans> layers;
@@ -140,9 +148,10 @@ struct DsaBackend::State {
 };
 
 DsaBackend::State::State(const DsaConfig& config_in, const Device& device_in)
-    : config((internal::check_dsa_config(config_in, device_in), config_in)),
+    : given((internal::check_dsa_config(config_in, device_in), config_in)),
       device(device_in),
-      options(internal::kDsaOp, config.implementation),
+      options(internal::kDsaOp, given.implementation),
+      config(followed_config(given, device, options)),
       caller(device, options, follows_failures(config)),
       plans(config, device, options),
       scratch(config),
@@ -340,7 +349,7 @@ void DsaBackend::forward(const DsaStepPlan& plan, const DsaLayer& layer,
   state_->forward(*state_->step_of(plan.state_), layer, tensors);
 }
 
-const DsaConfig& DsaBackend::config() const noexcept { return state_->config; }
+const DsaConfig& DsaBackend::config() const noexcept { return state_->given; }
 const DsaDispatch& DsaBackend::dispatch() const noexcept { return state_->own.dispatch; }
 const MetadataFields& DsaBackend::metadata() const noexcept { return state_->own.fields; }
 MetadataReport DsaBackend::report() const { return internal::report_of(state_->own); }

@@ -132,6 +132,15 @@ MetadataProblem metadata_problem(const DsaConfig& config, ForwardMode mode) {
   return problem;
 }
 
+int64_t followed_split_parts(const DsaConfig& config, const Device& device,
+                             const OperatorOptions& options) {
+  if (config.split_parts == 0) return 0;
+  // Any scale: the choice does not depend on it.
+  const SparseMlaProblem problem = attention_problem(config, {0, 1.0f}, false);
+  const SparseMla plan = SparseMla::plan(problem, device, options("sparse_mla"));
+  return plan.reads_split_schedule() ? config.split_parts : 0;
+}
+
 DsaPlans::DsaPlans(const DsaConfig& config, const Device& device, const OperatorOptions& options)
     : quantize(IndexQuantize::plan(quantize_problem(config), device, options("index_quantize"))),
       store(IndexStore::plan({config.max_rows, config.index_dim, config.page_size}, device,

@@ -21,6 +21,11 @@ namespace fovea::internal {
 /// Bounds of metadata_refresh in one mode.
 MetadataProblem metadata_problem(const DsaConfig& config, ForwardMode mode);
 
+/// split_parts when the implementation of sparse_mla that runs follows a split plan, otherwise 0:
+/// nobody would read one.
+int64_t followed_split_parts(const DsaConfig& config, const Device& device,
+                             const OperatorOptions& options);
+
 /// Rows whose query is joined or quantised at a time, when it comes in parts: what bounds the
 /// scratch memory. Rows do not depend on one another.
 inline constexpr int64_t kQueryChunk = 128;

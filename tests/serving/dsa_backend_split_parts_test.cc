@@ -72,5 +72,43 @@ TEST(DsaSplitParts, ThePlanOfAStepChangesRoundingOnly) {
   }
 }
 
+TEST(DsaSplitParts, AnImplementationThatFollowsNoPlanGetsNone) {
+  DsaConfig config = long_rows(3);
+  config.implementation = "ref";
+  DsaRig planned(config, 1);
+  config.split_parts = 0;
+  DsaRig whole(config, 1);
+  for (DsaRig* const rig : {&planned, &whole}) {
+    DsaStepPlan verify = rig->backend().make_step_plan({kVerify, 1, 3});
+    rig->step(kExtend, {{0, 70}});
+    EXPECT_FALSE(rig->backend().metadata().split_schedule.defined());
+    EXPECT_FALSE(rig->backend().metadata().split_indptr.defined());
+    rig->step(kVerify, {{0, 2}}, {.plan = &verify});
+    EXPECT_FALSE(verify.metadata().split_schedule.defined());
+  }
+  EXPECT_EQ(planned.results(), whole.results());
+  EXPECT_EQ(planned.backend().config().split_parts, 3);  // as it was given
+}
+
+// The plan is that of the rows which forward has, not of those which the bucket could hold.
+TEST(DsaSplitParts, ABucketWithFewerRowsThanItHoldsFollowsItsPlan) {
+  DsaRig eager(long_rows(3), 1), replayed(long_rows(3), 1);
+  DsaStepPlan plan = replayed.backend().make_step_plan({ForwardMode::kDraftExtend, 2, 3});
+  for (const int count : {3, 1, 2}) {
+    for (const int64_t padded_rows : {0, 6}) {
+      for (DsaRig* const rig : {&eager, &replayed}) {
+        if (rig->results().empty()) rig->step(kExtend, {{0, 330}, {1, 40}});
+        rig->step(ForwardMode::kDraftExtend, {{0, count}, {1, 1}},
+                  {.padded_rows = padded_rows, .plan = rig == &replayed ? &plan : nullptr});
+      }
+      const MetadataFields &in_plan = plan.metadata(), &fresh = eager.backend().metadata();
+      EXPECT_EQ(to_doubles(in_plan.split_schedule), to_doubles(fresh.split_schedule));
+      EXPECT_EQ(to_doubles(in_plan.split_indptr), to_doubles(fresh.split_indptr));
+      EXPECT_EQ(in_plan.split_indptr.shape[0], in_plan.topk_length.shape[0] + 1);
+    }
+  }
+  EXPECT_EQ(replayed.results(), eager.results());
+}
+
 }  // namespace
 }  // namespace fovea

@@ -425,6 +425,40 @@ TEST(DsaBadInput, AQueryOfAnotherWidth) {
   expect_step_refused({"q ", "576"}, [](auto&, auto& t) { t.q.shape[2] = 512; });
 }
 
+TEST(DsaBadInput, AQueryOfTheLatentPartAlone) {
+  expect_step_refused({"q_rope", "576"}, [](auto&, auto& t) {
+    t.q.shape[2] = 512;  // wide enough in memory
+  });
+  const Tensor nope(DType::kBf16, {5, 4, 512});
+  expect_step_refused({"q_rope is missing", "q_nope"}, [&](auto&, auto& t) {
+    t.q = {};
+    t.q_nope = nope;
+  });
+}
+
+TEST(DsaBadInput, ARopePartOfTheQueryInTheExpandedForm) {
+  DsaConfig config = tiny();
+  config.topk = 64;
+  config.deterministic = false;
+  const Tensor q(DType::kBf16, {5, 4, 192}), rope(DType::kBf16, {5, 4, 64}),
+      k(DType::kBf16, {23, 4, 192}), v(DType::kBf16, {23, 4, 128});
+  Tensor out(DType::kBf16, {5, 4, 128});
+  out.fill_bytes(0xFF);
+  expect_step_refused(
+      {"q_rope", "one-shot", "force_absorbed"},
+      [&](ForwardBatch& batch, DsaForwardTensors& t) {
+        batch.mha_inputs = true;
+        t.q = {};
+        t.q_rope = rope;
+        t.q_mha = q;
+        t.k_mha = k;
+        t.v_mha = v;
+        t.out_mha = out;
+      },
+      kExtend, config);
+  for (const uint8_t byte : out.bytes()) ASSERT_EQ(byte, 0xFF);
+}
+
 TEST(DsaBadInput, NothingToSelectWith) {
   expect_step_refused({"index_q is missing"}, [](auto&, auto& t) { t.index_q = {}; });
   expect_step_refused({"head_gate"}, [](auto&, auto& t) { t.head_gate = {}; });
@@ -454,6 +488,32 @@ TEST(DsaBadInput, AContextSplitOfASpeculativeStep) {
   expect_step_refused({"context_split in mode decode"}, give_split, kDecode, config,
                       ErrorCode::kUnsupported);
   expect_step_refused({"context_parallel"}, give_split);
+}
+
+TEST(DsaBadInput, FusedRopeOfACacheOfRows) {
+  for (const RowFormat format : {RowFormat::kBf16, RowFormat::kV32}) {
+    DsaConfig config = tiny(format);
+    config.fuse_rope = true;
+    expect_refused({"fuse_rope", "row_format", "expected f576"}, config);
+  }
+}
+
+TEST(DsaBadInput, RopeTableOfFusedRopeThatIsMissing) {
+  DsaConfig config = tiny(RowFormat::kF576);
+  config.fuse_rope = true;
+  DsaRig rig(config, 1);
+  const Tensor q_nope(DType::kBf16, {1, 4, 512}), q_rope(DType::kBf16, {1, 4, 64}),
+      k_latent(DType::kBf16, {1, 512}), k_rope(DType::kBf16, {1, 64});
+  StepOptions options;
+  options.adjust = [&](ForwardBatch&, DsaForwardTensors& t) {
+    t.q = t.k = {};
+    t.q_nope = q_nope;
+    t.q_rope = q_rope;
+    t.k_latent = k_latent;
+    t.k_rope = k_rope;
+  };
+  expect_error({"mla_cos_sin is missing"}, [&] { rig.step(kExtend, {{0, 1}}, options); });
+  for (const uint8_t byte : rig.out.bytes()) ASSERT_EQ(byte, 0xFF);
 }
 
 TEST(DsaBadInput, RopeTableOfTheQuantisingPassThatIsMissing) {

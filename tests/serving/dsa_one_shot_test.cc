@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <limits>
+#include <string>
 
 #include "fovea/dsa_backend.h"
 #include "fovea/error.h"
@@ -234,6 +235,42 @@ TEST(DsaOneShot, HasNoSoftCap) {
   } catch (const Error& error) {
     for (const std::string text : {"logit_cap = 30", "one-shot", "force_absorbed"}) {
       EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
+    }
+  }
+}
+
+// A request longer than topk is scored only for a caller that asks for its selection.
+TEST(DsaOneShot, WantsIndexQueriesOnlyForASelectionOfLongRequests) {
+  DsaConfig config = config_for(false);
+  config.prefill_implementation = config.decode_implementation = "trtllm";
+  for (const bool asks : {false, true}) {
+    DsaRig rig(config, 1);
+    Tensor q(DType::kBf16, {20, kHeads, 192}), k(DType::kBf16, {20, kHeads, 192}),
+        v(DType::kBf16, {20, kHeads, 128}), out(DType::kBf16, {20, kHeads, 128});
+    StepOptions options;
+    options.give_indices = asks;
+    options.adjust = [&](ForwardBatch& batch, DsaForwardTensors& tensors) {
+      batch.mha_inputs = true;
+      tensors.q = {};
+      tensors.out = {};
+      tensors.index_q = tensors.head_gate = {};
+      tensors.q_mha = q;
+      tensors.k_mha = k;
+      tensors.v_mha = v;
+      tensors.out_mha = out;
+    };
+    try {
+      rig.step(ForwardMode::kExtend, {{0, 20}}, options);
+      EXPECT_FALSE(asks);
+      EXPECT_TRUE(rig.backend().dispatch().one_shot);
+      EXPECT_FALSE(rig.backend().dispatch().skip_selection);
+      // Its keys are stored all the same: the next row selects among them.
+      rig.step(ForwardMode::kDecode, {{0, 1}});
+      EXPECT_EQ(rig.results().at({0, 20}).positions.size(), 16u);
+      EXPECT_GE(rig.results().at({0, 20}).positions.back(), 15);  // sixteen keys
+    } catch (const Error& error) {
+      EXPECT_TRUE(asks) << error.what();
+      EXPECT_NE(std::string(error.what()).find("index_q is missing"), std::string::npos);
     }
   }
 }
