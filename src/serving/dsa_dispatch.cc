@@ -325,6 +325,10 @@ bool may_run_contiguous(const DsaConfig& config) {
   return kernel_of(prefill, config.row_format, true) == kContiguous;
 }
 
+bool may_run_fresh(const DsaConfig& config) {
+  return may_run_contiguous(config) && config.extend_kv_source == ExtendKvSource::kFresh;
+}
+
 bool may_run_one_shot(const DsaConfig& config) {
   return !config.deterministic && !config.force_absorbed && !config.context_parallel;
 }

@@ -14,6 +14,9 @@ void check_dsa_implementations(const char* op, const DsaConfig& config);
 /// passed check_dsa_implementations.
 bool may_run_contiguous(const DsaConfig& config);
 
+/// Some batch may read this call's keys instead of the cache.
+bool may_run_fresh(const DsaConfig& config);
+
 /// Some batch may run kOneShotMha.
 bool may_run_one_shot(const DsaConfig& config);
 

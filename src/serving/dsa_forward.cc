@@ -45,8 +45,8 @@ void ForwardScratch::cut(const DsaConfig& config, Workspace memory, size_t* byte
     k_codes = array(DType::kU8, {rows, kLatentWidth});
   } else {
     joined_q = array(DType::kBf16, {chunk, config.num_heads, kLatentWidth});
-    joined_k = array(DType::kBf16, {rows, kLatentWidth});
   }
+  if (may_run_fresh(config)) joined_k = array(DType::kBf16, {rows, kLatentWidth});
   *bytes = cutter.used_bytes();
 }
 
@@ -77,7 +77,7 @@ ConstTensorView as_bf16_rows(const ConstTensorView& records) {
 
 void DsaForward::run(const DsaForwardTensors& tensors) {
   quantize_index(tensors);
-  const ConstTensorView keys = joined_keys(tensors);
+  const ConstTensorView keys = whole_keys(tensors);
   store_rows(tensors, keys);
   ConstTensorView indices;
   if (!step_.dispatch.one_shot || tensors.indices.defined()) indices = select_rows(tensors);
@@ -87,12 +87,14 @@ void DsaForward::run(const DsaForwardTensors& tensors) {
     attend(tensors, keys, indices);
 }
 
-// The new rows as they are stored: bf16 [tokens, 576], with fuse_rope u8; absent without any.
-ConstTensorView DsaForward::joined_keys(const DsaForwardTensors& tensors) {
+// The new rows of which a whole is needed: bf16 [tokens, 576] as given or for attention to read, u8
+// records with fuse_rope. Absent: parts that are stored from where they are, or nothing.
+ConstTensorView DsaForward::whole_keys(const DsaForwardTensors& tensors) {
   if (tensors.k.defined()) return stored(tensors.k);
   if (!tensors.k_latent.defined()) return {};
   const int64_t tokens = step_.shape.num_tokens;
   if (config_.fuse_rope) {
+    if (!tensors.save_kv) return {};
     MlaRopeQuantizeTensors in;
     in.k_nope = stored(tensors.k_latent);
     in.k_rope = stored(tensors.k_rope);
@@ -103,8 +105,9 @@ ConstTensorView DsaForward::joined_keys(const DsaForwardTensors& tensors) {
                  [&] { return join_work(tokens, 1); });
     return in.k_fp8;
   }
+  if (!step_.dispatch.fresh_kv) return {};
   const TensorView joined = stored(scratch_.joined_k);
-  caller_.call("concat_absorbed_q", shared_.join_k,
+  caller_.call("concat_absorbed_q", *shared_.join_k,
                {with_one_head(stored(tensors.k_latent)), with_one_head(stored(tensors.k_rope)),
                 with_one_head(joined)},
                [&] { return join_work(tokens, 2); });
@@ -173,11 +176,15 @@ void DsaForward::store_rows(const DsaForwardTensors& tensors, const ConstTensorV
   if (!tensors.save_kv) return;
   const ConstTensorView slots = stored(step_.out_cache_loc);
   const int64_t tokens = step_.shape.num_tokens;
-  if (keys.defined()) {
-    const bool records = keys.dtype == DType::kU8;
-    caller_.call("pack_rows", records ? *layer_.pack_records : layer_.pack,
-                 {records ? as_bf16_rows(keys) : keys, slots, tensors.kv_pool},
-                 [&] { return pack_rows_work(config_, tokens); });
+  const auto pack = [&](const PackRows& plan, const PackRowsTensors& in) {
+    caller_.call("pack_rows", plan, in, [&] { return pack_rows_work(config_, tokens); });
+  };
+  if (config_.fuse_rope && keys.defined()) {
+    pack(*layer_.pack_records, {as_bf16_rows(keys), slots, tensors.kv_pool});
+  } else if (keys.defined()) {
+    pack(layer_.pack, {keys, slots, tensors.kv_pool});
+  } else if (tensors.k_latent.defined()) {
+    pack(layer_.pack, {stored(tensors.k_latent), slots, tensors.kv_pool, stored(tensors.k_rope)});
   }
   if (tensors.index_k.defined()) {
     caller_.call("index_store", shared_.store,

@@ -18,7 +18,7 @@ struct ForwardScratch {
   TensorView selection;                          ///< Result of the indexer.
   TensorView slots;                              ///< Without fuse_transform: the mapped selection.
   TensorView contiguous_slots, contiguous_rows;  ///< Of the batch's keys.
-  // Of inputs in parts: bf16 [kQueryChunk, H, 576] and [max_rows, 576], or their codes.
+  // Of inputs in parts: bf16 [kQueryChunk, H, 576], with fresh keys [max_rows, 576]; or codes.
   TensorView joined_q, joined_k, q_codes, k_codes;
 
  private:
@@ -45,7 +45,7 @@ class DsaForward {
  private:
   void quantize_index(const DsaForwardTensors& tensors);
   void quantize_index(const DsaForwardTensors& tensors, bool queries, bool keys);
-  ConstTensorView joined_keys(const DsaForwardTensors& tensors);
+  ConstTensorView whole_keys(const DsaForwardTensors& tensors);
   ConstTensorView joined_queries(const DsaForwardTensors& tensors, int64_t begin, int64_t end);
   void store_rows(const DsaForwardTensors& tensors, const ConstTensorView& keys);
   ConstTensorView select_rows(const DsaForwardTensors& tensors);

@@ -148,8 +148,7 @@ DsaPlans::DsaPlans(const DsaConfig& config, const Device& device, const Operator
       select(IndexSelect::plan(select_problem(config, IndexTransform::kPaged), device,
                                options("index_select"))),
       join_q(ConcatAbsorbedQ::plan({kQueryChunk, config.num_heads}, device,
-                                   options("concat_absorbed_q"))),
-      join_k(ConcatAbsorbedQ::plan({config.max_rows, 1}, device, options("concat_absorbed_q"))) {
+                                   options("concat_absorbed_q"))) {
   for (int i = 0; is_known(static_cast<ForwardMode>(i)); ++i) {
     const auto mode = static_cast<ForwardMode>(i);
     const MetadataProblem problem = metadata_problem(config, mode);
@@ -163,6 +162,9 @@ DsaPlans::DsaPlans(const DsaConfig& config, const Device& device, const Operator
   if (may_run_contiguous(config)) {
     select_ragged = IndexSelect::plan(select_problem(config, IndexTransform::kRagged), device,
                                       options("index_select"));
+  }
+  if (may_run_fresh(config)) {
+    join_k = ConcatAbsorbedQ::plan({config.max_rows, 1}, device, options("concat_absorbed_q"));
   }
 }
 

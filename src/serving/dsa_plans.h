@@ -43,7 +43,8 @@ struct DsaPlans {
   IndexStore store;
   IndexSelect select;
   std::optional<IndexSelect> select_ragged;
-  ConcatAbsorbedQ join_q, join_k;  ///< kQueryChunk rows; all rows, of one head.
+  ConcatAbsorbedQ join_q;                 ///< kQueryChunk rows.
+  std::optional<ConcatAbsorbedQ> join_k;  ///< All rows, of one head; with fresh keys.
 };
 
 /// What depends on the layer's scales.

@@ -74,6 +74,32 @@ TEST_P(DsaBackendInputs, PartsGiveTheBitsOfTheWhole) {
   both(kExtend, {{0, 3}}, 0);
 }
 
+// Only attention over this call's keys needs them joined; a store takes the parts.
+TEST(DsaBackendKeysInParts, AreJoinedOnlyWhenAttentionReadsThem) {
+  for (const ExtendKvSource source : {ExtendKvSource::kCache, ExtendKvSource::kFresh}) {
+    DsaConfig config = DsaRig::small_config(4, RowFormat::kV32);
+    config.deterministic = false;
+    config.prefill_implementation = "contiguous_bf16";
+    config.extend_kv_source = source;
+    DsaRig whole(config, 1), parts(config, 1);
+    StepOptions apart;
+    apart.adjust = [](ForwardBatch&, DsaForwardTensors& tensors) { take_apart(tensors); };
+    std::vector<OperatorCall> calls;
+    parts.backend().set_profile(&calls);
+    whole.step(kExtend, {{0, 20}, {1, 9}});
+    parts.step(kExtend, {{0, 20}, {1, 9}}, apart);
+    const bool fresh = source == ExtendKvSource::kFresh;
+    EXPECT_EQ(parts.backend().dispatch().fresh_kv, fresh);
+    EXPECT_EQ(whole.out.bytes(), parts.out.bytes());
+    int64_t joins = 0;
+    for (const OperatorCall& call : calls) joins += call.name == "concat_absorbed_q" ? 1 : 0;
+    EXPECT_EQ(joins, fresh ? 2 : 1);        // the queries take one
+    whole.step(kDecode, {{0, 1}, {1, 1}});  // what was stored
+    parts.step(kDecode, {{0, 1}, {1, 1}});
+    EXPECT_EQ(whole.results().at({0, 20}), parts.results().at({0, 20}));
+  }
+}
+
 TEST_P(DsaBackendInputs, NothingIsStoredWithoutSaveKv) {
   const DsaConfig config = DsaRig::small_config(4, GetParam());
   DsaRig rig(config, 1);
