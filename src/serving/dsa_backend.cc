@@ -85,6 +85,14 @@ MetadataFields refreshed_fields(const DsaStep& step, ForwardMode mode, const Ste
   return fields;
 }
 
+// What refreshed_fields holds back: rows of a bucket past E have no keys.
+void clear_row_tail(const DsaStep& step, ForwardMode mode, const StepShape& shape) {
+  const int64_t rows = step.arrays.max_rows();
+  const TensorView row_len = step.arrays.views(mode, shape.num_requests, rows, rows).row_len;
+  auto* const lengths = static_cast<int32_t*>(row_len.data);
+  std::fill(lengths + shape.num_rows, lengths + row_len.shape[0], 0);
+}
+
 // The step becomes what its forwards read.
 void make_current(const NextStep& next) {
   DsaStep& step = *next.step;
@@ -92,6 +100,7 @@ void make_current(const NextStep& next) {
   step.dispatch = next.dispatch;
   step.shape = next.shape;
   step.mode = batch.mode;
+  if (step.bucket) clear_row_tail(step, batch.mode, next.shape);
   step.fields = step.arrays.views(batch.mode, next.shape.num_requests, next.shape.num_rows,
                                   next.shape.padded_rows);
   if (next.dispatch.transform != IndexTransform::kRagged) step.fields.row_offset = {};
