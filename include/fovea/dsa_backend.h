@@ -265,10 +265,6 @@ struct StepBucket {
                                  ///< request has. kExtend and kMixed have no buckets.
 };
 
-/// seq_len of a padded request of a bucket. Its pool row is 0, and its token goes to the dummy
-/// page.
-inline constexpr int32_t kPaddedSeqLen = 1;
-
 /// The arrays of one step. Made by a backend for one bucket, at fixed addresses: begin_step writes
 /// into them, forward reads them, nothing is allocated, so that a captured step may be replayed
 /// with new contents. Two plans share no memory. Move-only; lives no longer than its backend.
@@ -345,9 +341,10 @@ class FOVEA_API DsaBackend {
   DsaBackend(DsaBackend&&) noexcept;
   DsaBackend& operator=(DsaBackend&&) noexcept;
 
-  /// Buffers for the steps of one bucket; holds a legal step of padded requests (kPaddedSeqLen)
-  /// before its first begin_step. Throws Error(kInvalidArgument) for a bucket outside the
-  /// configuration's bounds or in EXTEND or MIXED, naming the field; Error(kOutOfMemory).
+  /// Buffers for the steps of one bucket; holds a legal step of padded requests (kPaddedSeqLen,
+  /// kPaddedPoolRow) before its first begin_step. Throws Error(kInvalidArgument) for a bucket
+  /// outside the configuration's bounds or in EXTEND or MIXED, naming the field;
+  /// Error(kOutOfMemory).
   DsaStepPlan make_step_plan(const StepBucket& bucket) const;
 
   /// Throws Error(kInvalidArgument), naming request and field, when a tensor does not fit the

@@ -46,6 +46,11 @@ enum class ExtendKvSource : uint8_t {
 /// "cache", "fresh".
 FOVEA_API std::string_view to_string(ExtendKvSource source) noexcept;
 
+/// A padded request of a graph bucket: seq_len 1, and a row of req_to_token that no request gets.
+/// Its slots lie in the dummy page, all of them in slot 0 as a rule.
+inline constexpr int32_t kPaddedSeqLen = 1;
+inline constexpr int32_t kPaddedPoolRow = 0;
+
 /// Largest number of step plans that one refresh fills.
 inline constexpr int kMaxRefreshSteps = 8;
 

@@ -73,6 +73,9 @@ struct MetadataCheckTensors {
 /// Looks at every length, table entry and slot that a step uses and reports the first fault. What
 /// it reports was masked or clamped by the operators all the same; nothing is changed.
 ///
+/// Padded requests are legal: slots of pool row 0 may repeat inside the dummy page, and there
+/// kDraftExtendV2 with seq_len 1 may have more rows than keys (kPaddedPoolRow, kPaddedSeqLen).
+///
 /// Only used entries are read: columns of req_to_token below a request's length (after clamping to
 /// W), the first min(row_len, topk) columns of topk_indices in live rows; out_cache_loc is read
 /// whole. Never waits for the device: the caller reads error_word when it likes. Exact and equal on

@@ -38,7 +38,9 @@ struct CpuCheck {
     if (batch.given_len(r) < 0) {
       add(MetadataFault::kNegativeLength, r, 0, batch.given_len(r), 0, tally);
     }
-    if (rows > len) add(MetadataFault::kRowsOverLength, r, 0, rows, len, tally);
+    if (!batch.has_keys_for_rows(r)) {
+      add(MetadataFault::kRowsOverLength, r, 0, rows, len, tally);
+    }
     if (len > width) add(MetadataFault::kLengthOverWidth, r, 0, len, width, tally);
     if (reads_ext_len(batch.problem.mode) && batch.ext_len(r) < 0) {
       add(MetadataFault::kNegativeRows, r, 0, batch.ext_len(r), 0, tally);
@@ -63,7 +65,7 @@ struct CpuCheck {
         const int64_t slot = slots[first + i], expected = page * page_size + i;
         if (!batch.is_slot(slot)) {
           add(MetadataFault::kSlotRange, request, first + i, slot, batch.problem.capacity, tally);
-        } else if (slot != expected) {
+        } else if (!batch.is_in_place(request, page, slot, expected)) {
           add(MetadataFault::kSlotLayout, request, first + i, slot, expected, tally);
         }
       }

@@ -59,6 +59,21 @@ struct CheckedBatch {
   int64_t pool_row(int64_t request) const {
     return access<const int32_t, 1>(tensors.pool_row)(request);
   }
+  bool is_padded(int64_t request) const { return pool_row(request) == kPaddedPoolRow; }
+
+  /// Whether each row sees a key. The one token of a padded request stands for all its rows.
+  bool has_keys_for_rows(int64_t request) const {
+    const bool is_one_token = problem.mode == ForwardMode::kDraftExtendV2 && is_padded(request) &&
+                              given_len(request) == kPaddedSeqLen;
+    return is_one_token || num_rows(request) <= kv_len(request);
+  }
+
+  /// Whether `slot` may be where `expected` belongs, in a run of positions on `page`.
+  bool is_in_place(int64_t request, int64_t page, int64_t slot, int64_t expected) const {
+    const bool is_dummy = page == 0 && slot >= 0 && slot < problem.page_size;
+    return slot == expected || (is_dummy && is_padded(request));
+  }
+
   bool is_pool_row(int64_t row) const { return row >= 0 && row < tensors.req_to_token.shape[0]; }
   bool is_slot(int64_t slot) const { return slot >= 0 && slot < problem.capacity; }
 };

@@ -49,7 +49,7 @@ class CheckReference {
       case MetadataFault::kNegativeLength:
         return add_if(batch_.given_len(r) < 0, r, 0, batch_.given_len(r), 0);
       case MetadataFault::kRowsOverLength:
-        return add_if(rows > len, r, 0, rows, len);
+        return add_if(!batch_.has_keys_for_rows(r), r, 0, rows, len);
       case MetadataFault::kLengthOverWidth:
         return add_if(len > batch_.problem.table_width, r, 0, len, batch_.problem.table_width);
       case MetadataFault::kNegativeRows:
@@ -76,8 +76,9 @@ class CheckReference {
       const int64_t slot = req_to_token(row, p);
       const int64_t page = req_to_token(row, p / page_size * page_size) / page_size;
       const int64_t expected = page * page_size + p % page_size;
-      add_if(is_range ? !batch_.is_slot(slot) : slot != expected, r, p, slot,
-             is_range ? batch_.problem.capacity : expected);
+      const bool is_faulty =
+          is_range ? !batch_.is_slot(slot) : !batch_.is_in_place(r, page, slot, expected);
+      add_if(is_faulty, r, p, slot, is_range ? batch_.problem.capacity : expected);
     }
   }
 

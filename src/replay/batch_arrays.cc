@@ -74,7 +74,7 @@ void BatchArrays::pad_requests(int64_t num_requests, int64_t rows_per_request) {
   const int64_t rows = mode_ == ForwardMode::kDraftExtend ? 0 : rows_per_request;
   while (static_cast<int64_t>(seq_len_.size()) < num_requests) {
     seq_len_.push_back(kPaddedSeqLen);
-    pool_row_.push_back(0);
+    pool_row_.push_back(kPaddedPoolRow);
     ext_len_.push_back(static_cast<int32_t>(rows));
     for (int64_t i = 0; i < rows; ++i) {
       positions_.push_back(static_cast<int32_t>(i));

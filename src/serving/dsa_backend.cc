@@ -269,7 +269,7 @@ void DsaBackend::State::run_check(const DsaStep& step, const MetadataCheckTensor
 void DsaBackend::State::begin_padding(DsaStepPlan::State* plan) {
   const StepBucket& bucket = *plan->step.bucket;
   const auto requests = static_cast<size_t>(bucket.num_requests);
-  const std::vector<int32_t> lengths(requests, kPaddedSeqLen), pool_rows(requests, 0);
+  const std::vector<int32_t> lengths(requests, kPaddedSeqLen), pool_rows(requests, kPaddedPoolRow);
   const std::vector<int32_t> dummy_slots(static_cast<size_t>(config.table_width), 0);
   const auto view = [](const std::vector<int32_t>& values) {
     return make_tensor(static_cast<const void*>(values.data()), DType::kI32,

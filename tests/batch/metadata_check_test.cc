@@ -100,6 +100,26 @@ struct Batch {
     }
   }
 
+  // Padded requests behind the others: pool row 0, whose slots are all `slot`. Before any padded
+  // rows of the arrays.
+  void pad(int64_t requests, int32_t seq_len_of_each, int32_t slot_of_each = 0) {
+    const bool is_verify = problem.mode == ForwardMode::kTargetVerify;
+    const int64_t len = seq_len_of_each + (is_verify ? problem.rows_per_request : 0);
+    std::fill_n(table.begin(), len, slot_of_each);
+    for (int64_t i = 0; i < requests; ++i, ++problem.max_requests) {
+      seq_len.push_back(seq_len_of_each);
+      pool_row.push_back(0);
+      if (reads_ext_len(problem.mode)) ext_len.push_back(i % 2 == 0 ? 1 : 0);
+      const int64_t rows = rows_of(seq_len.size() - 1);
+      for (int64_t row = 0; row < rows; ++row, ++problem.max_rows) {
+        out_cache_loc.push_back(row % 2 == 0 ? slot_of_each : -1);
+        const int64_t keys = std::clamp<int64_t>(len - rows + 1 + row, 0, problem.topk);
+        topk_indices.insert(topk_indices.end(), static_cast<size_t>(problem.topk), kGarbage);
+        std::fill_n(topk_indices.end() - problem.topk, keys, slot_of_each);
+      }
+    }
+  }
+
   MetadataReport check(const Options& options, int threads = 1) const {
     const auto requests = static_cast<int64_t>(seq_len.size());
     const auto width = problem.table_width;
@@ -311,6 +331,90 @@ TEST_P(MetadataCheckTest, SinglePagesHaveNoLayout) {
   expect_report(batch, {});
 }
 
+TEST_P(MetadataCheckTest, PaddedRequestsRepeatOneSlotOfTheDummyPage) {
+  for (const ForwardMode mode : kModes) {
+    for (const int64_t page_size : {1, 3, 4, 16, 256}) {
+      for (const int32_t seq_len : {1, 3, 20}) {
+        for (const int64_t slot : {int64_t{0}, page_size - 1}) {
+          SCOPED_TRACE(std::string(to_string(mode)) + ", P = " + std::to_string(page_size) +
+                       ", seq_len = " + std::to_string(seq_len));
+          Batch batch(mode, {10, 4}, page_size, 0);
+          batch.pad(3, seq_len, static_cast<int32_t>(slot));
+          expect_report(batch, {});
+        }
+      }
+    }
+  }
+}
+
+TEST_P(MetadataCheckTest, SlotsOfPaddedRequestsRepeatInTheDummyPageOnly) {
+  using enum MetadataFault;
+  Batch whole(ForwardMode::kDecode, {10, 4}, 4, 0);
+  whole.pad(2, 7);
+  expect_report(whole, {});
+  Batch batch = whole;
+  batch.slot(2, 5) = 4;  // the first slot behind the dummy page
+  expect_report(batch, report_of(kSlotLayout, 2, 5, 4, 1, 2));
+  batch.slot(2, 5) = 3;
+  expect_report(batch, {});
+  batch.slot(2, 5) = -1;
+  expect_report(batch, report_of(kSlotRange, 2, 5, -1, 256, 2));
+  batch.slot(2, 5) = 256;
+  expect_report(batch, report_of(kSlotRange, 2, 5, 256, 256, 2));
+  // A run that starts in another page has to go on there.
+  batch = whole;
+  batch.slot(2, 0) = 8;
+  expect_report(batch, report_of(kSlotLayout, 2, 1, 0, 9, 6));
+  for (int32_t p = 0; p < 4; ++p) batch.slot(2, p) = 8 + p;
+  expect_report(batch, {});
+  // A small pool has a part of the dummy page.
+  whole.problem.capacity = 3;
+  whole.pool_row[0] = whole.pool_row[1] = 0;
+  whole.seq_len[0] = whole.seq_len[1] = 7;
+  whole.slot(0, 6) = 3;
+  expect_report(whole, report_of(kSlotRange, 0, 6, 3, 3, 4));
+}
+
+TEST_P(MetadataCheckTest, LiveRequestsKeepTheLayoutOfTheDummyPage) {
+  using enum MetadataFault;
+  Batch batch(ForwardMode::kDecode, {10, 4}, 4, 0);
+  for (const int64_t p : {4, 5, 6, 7}) batch.slot(0, p) = 0;  // positions without a page
+  expect_report(batch, report_of(kSlotLayout, 0, 5, 0, 1, 3));
+  for (int32_t p = 4; p < 8; ++p) batch.slot(0, p) = p - 4;
+  expect_report(batch, {});
+}
+
+TEST_P(MetadataCheckTest, PaddedRequestsOfOneTokenMayHaveMoreRows) {
+  using enum MetadataFault;
+  Batch batch(ForwardMode::kDraftExtendV2, {10, 4}, 4, 0);
+  batch.pad(3, 1);
+  expect_report(batch, {});
+  batch.seq_len[3] = 2;  // neither padding nor enough
+  expect_report(batch, report_of(kRowsOverLength, 3, 0, 3, 2));
+  batch.seq_len[3] = 0;
+  expect_report(batch, report_of(kRowsOverLength, 3, 0, 3, 0));
+  batch.seq_len[3] = 1;
+  batch.seq_len[1] = 1;  // a live request
+  expect_report(batch, report_of(kRowsOverLength, 1, 0, 3, 1));
+  batch.pool_row[1] = -1;
+  expect_report(batch, report_of(kRowsOverLength, 1, 0, 3, 1));
+}
+
+TEST_P(MetadataCheckTest, GivenRowsOfPaddedRequestsAreNotOverTheirLength) {
+  using enum MetadataFault;
+  for (const ForwardMode mode :
+       {ForwardMode::kExtend, ForwardMode::kMixed, ForwardMode::kDraftExtend}) {
+    Batch batch(mode, {10, 4}, 4, 0);
+    batch.pad(3, 1);
+    expect_report(batch, {});
+    batch.problem.max_rows += 1;
+    batch.ext_len[4] = 2;
+    batch.out_cache_loc.push_back(-1);
+    batch.topk_indices.insert(batch.topk_indices.end(), 6, 0);
+    expect_report(batch, report_of(kRowsOverLength, 4, 0, 2, 1));
+  }
+}
+
 TEST_P(MetadataCheckTest, TheLastSlotOfTheCapacityIsLegal) {
   using enum MetadataFault;
   Batch batch(ForwardMode::kDecode, {4});
@@ -386,7 +490,8 @@ TEST_P(MetadataCheckTest, ContentsOfAnyKindGiveTheReportOfTheReference) {
   for (int repeat = 0; repeat < 300; ++repeat) {
     Values lengths(static_cast<size_t>(rng.integer(0, 40)));
     for (int32_t& len : lengths) len = static_cast<int32_t>(rng.integer(3, 24));
-    Batch batch(kModes[repeat % 7], lengths, rng.integer(0, 1) == 0 ? 4 : 3);
+    Batch batch(kModes[repeat % 7], lengths, rng.integer(0, 1) == 0 ? 4 : 3, 0);
+    batch.pad(rng.integer(0, 8), static_cast<int32_t>(rng.integer(1, 20)));
     Values* const arrays[] = {&batch.seq_len, &batch.pool_row,      &batch.ext_len,
                               &batch.table,   &batch.out_cache_loc, &batch.topk_indices};
     damage(*arrays[rng.integer(0, 5)], 0.1);

@@ -98,10 +98,8 @@ DsaRig::DsaRig(const DsaConfig& config, int threads, uint64_t page_seed)
               free_pages_[static_cast<size_t>(rng.integer(0, static_cast<int64_t>(i)))]);
   }
   for (int32_t row = kMaxRequests; row >= 1; --row) free_rows_.push_back(row);
-  // Row 0 is that of padded requests: every position in the dummy page.
-  for (int64_t p = 0; p < config.table_width; ++p) {
-    req_to_token_.data<int32_t>()[p] = static_cast<int32_t>(p % config.page_size);
-  }
+  // Row 0 is that of padded requests: every position in slot 0 of the dummy page.
+  std::fill_n(req_to_token_.data<int32_t>(), config.table_width, 0);
 }
 
 DsaRig::Request& DsaRig::request(int id) {
