@@ -100,11 +100,11 @@ struct Batch {
     }
   }
 
-  // Padded requests behind the others: pool row 0, whose slots are all `slot`. Before any padded
-  // rows of the arrays.
+  // Padded requests behind the others, of a batch without padded rows: pool row 0, one slot.
   void pad(int64_t requests, int32_t seq_len_of_each, int32_t slot_of_each = 0) {
     const bool is_verify = problem.mode == ForwardMode::kTargetVerify;
     const int64_t len = seq_len_of_each + (is_verify ? problem.rows_per_request : 0);
+    if (table.empty()) table.assign(static_cast<size_t>(problem.table_width), kGarbage);
     std::fill_n(table.begin(), len, slot_of_each);
     for (int64_t i = 0; i < requests; ++i, ++problem.max_requests) {
       seq_len.push_back(seq_len_of_each);
