@@ -28,6 +28,11 @@ KvPoolConfig pool_config(const DsaConfig& config, RowFormat format, int64_t widt
 
 }  // namespace
 
+void check_contents(DsaConfig& config) {
+  config.check = true;
+  config.cache_slots = kNumPages * 4 / config.page_size * config.page_size;
+}
+
 DsaConfig random_steps_config(int64_t page_size, RowFormat row_format) {
   DsaConfig config;
   config.num_heads = 2;
@@ -490,6 +495,7 @@ void RandomSteps::run_chain(const std::vector<int>& ids, int64_t steps) {
   for (const Launch& launch : launches) {
     note(launch);
     check_metadata(config_, launch.step, launch.plan->metadata(), false);
+    check_report(launch);
   }
   for (const Launch& launch : launches) {
     // Other requests may be served between the steps of a chain.
@@ -506,8 +512,9 @@ void RandomSteps::pad_requests(Launch& launch, int64_t requests, int64_t rows) {
   while (static_cast<int64_t>(launch.step.work.size()) < requests) {
     ModelWork work;
     work.seq_len = kPaddedSeqLen;
-    // Host lengths hold at least the rows of their request.
-    if (launch.step.mode == ForwardMode::kDraftExtendV2 && launch.host_lengths) work.seq_len = rows;
+    // One token for all rows, or as many as rows.
+    const bool v2 = launch.step.mode == ForwardMode::kDraftExtendV2;
+    if (v2 && rng_.integer(0, 1) == 0) work.seq_len = rows;
     work.kv_len = work.seq_len;
     if (launch.step.mode == ForwardMode::kTargetVerify) work.kv_len += rows;
     work.rows = rows;

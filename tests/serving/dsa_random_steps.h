@@ -123,6 +123,7 @@ class RandomSteps {
   ForwardBatch batch_of(const Launch& launch) const;
   void forward(const Launch& launch, int layer);
   void fill_inputs(const Launch& launch, int layer, Inputs& inputs);
+  void check_report(const Launch& launch) const;
   void check_outputs(const Launch& launch, int layer, const Inputs& inputs);
   void check_row(const Launch& launch, int layer, size_t owner, int64_t i, int64_t row,
                  const Inputs& inputs);
@@ -156,5 +157,7 @@ class RandomSteps {
 
 /// The configuration of a run: tiny widths, so that thousands of steps cost little.
 DsaConfig random_steps_config(int64_t page_size, RowFormat row_format);
+/// Turns `check` on: no step may be reported then.
+void check_contents(DsaConfig& config);
 
 }  // namespace fovea::test

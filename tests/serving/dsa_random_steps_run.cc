@@ -125,9 +125,18 @@ void RandomSteps::run(Launch& launch) {
   check_metadata(config_, launch.step,
                  launch.plan != nullptr ? launch.plan->metadata() : backend_.metadata(),
                  dispatch.transform == IndexTransform::kRagged);
+  check_report(launch);
   for (const int layer : launch.layers) forward(launch, layer);
   check_pools();
   check_pages();
+}
+
+// Every step is legal.
+void RandomSteps::check_report(const Launch& launch) const {
+  if (!config_.check) return;
+  const MetadataReport report = launch.plan != nullptr ? launch.plan->report() : backend_.report();
+  if (report.fault == MetadataFault::kNone) return;
+  throw StepFailure("a legal step is reported: " + to_string(report));
 }
 
 void RandomSteps::fill_inputs(const Launch& launch, int layer, Inputs& inputs) {

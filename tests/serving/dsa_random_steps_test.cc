@@ -8,6 +8,7 @@
 namespace fovea {
 namespace {
 
+using test::check_contents;
 using test::random_steps_config;
 using test::RandomSteps;
 using test::RandomStepsCounts;
@@ -78,8 +79,16 @@ std::vector<RandomStepsSetup> setups() {
     return all.back();
   };
   add("v32_pages_of_4", 4, RowFormat::kV32);
-  add("bf16_pages_of_1", 1, RowFormat::kBf16).threads = 2;
-  add("bf16_pages_of_7", 7, RowFormat::kBf16).config.logits_budget_bytes = 200;
+  {
+    RandomStepsSetup& setup = add("bf16_pages_of_1_checked", 1, RowFormat::kBf16);
+    setup.threads = 2;
+    check_contents(setup.config);
+  }
+  {
+    DsaConfig& config = add("bf16_pages_of_7_checked", 7, RowFormat::kBf16).config;
+    config.logits_budget_bytes = 200;
+    check_contents(config);
+  }
   {
     DsaConfig& config = add("v32_pages_of_16_pow2", 16, RowFormat::kV32).config;
     config.kv_scale_mode = config.index_scale_mode = ScaleMode::kPow2;
@@ -101,10 +110,11 @@ std::vector<RandomStepsSetup> setups() {
     setup.bit_equal = false;
   }
   {
-    RandomStepsSetup& setup = add("v32_contiguous", 4, RowFormat::kV32);
+    RandomStepsSetup& setup = add("v32_contiguous_checked", 4, RowFormat::kV32);
     setup.config.deterministic = false;
     setup.config.prefill_implementation = "contiguous_bf16";
     setup.bit_equal = false;
+    check_contents(setup.config);
   }
   {
     RandomStepsSetup& setup = add("v32_contiguous_mapped_later", 3, RowFormat::kV32);
@@ -115,8 +125,9 @@ std::vector<RandomStepsSetup> setups() {
     setup.threads = 2;
   }
   {
-    DsaConfig& config = add("v32_five_rows", 4, RowFormat::kV32).config;
+    DsaConfig& config = add("v32_five_rows_checked", 4, RowFormat::kV32).config;
     config.rows_per_request = 5;
+    check_contents(config);
     config.table_width = RandomSteps::kMaxContext + 5;
     config.num_heads = 3;
     config.index_heads = 5;
