@@ -302,12 +302,8 @@ void check_scales(const DsaConfig& config, const DsaLayer& layer) {
   }
 }
 
-}  // namespace
-
-void check_dsa_config(const DsaConfig& config, const Device& device) {
-  if (device.kind != DeviceKind::kCpu) {
-    unsupported(kDsaOp, "device = " + to_string(device) + ", expected cpu");
-  }
+// Every number by itself.
+void check_bounds(const DsaConfig& config) {
   check_range(kDsaOp, "num_heads", config.num_heads, 1, kMaxInt32);
   check_range(kDsaOp, "index_heads", config.index_heads, 1, kMaxInt32);
   check_range(kDsaOp, "index_dim", config.index_dim, 1, kMaxInt32);
@@ -318,13 +314,24 @@ void check_dsa_config(const DsaConfig& config, const Device& device) {
   check_range(kDsaOp, "max_rows", config.max_rows, 0, kMaxInt32 - 1);
   check_range(kDsaOp, "table_width", config.table_width, 1, kMaxInt32);
   check_range(kDsaOp, "rows_per_request", config.rows_per_request, 1, kMaxInt32);
+  check_range(kDsaOp, "mha_chunk_capacity", config.mha_chunk_capacity, 0, kMaxInt32);
+  check_range(kDsaOp, "logits_budget_bytes", config.logits_budget_bytes, 1,
+              std::numeric_limits<int64_t>::max());
+  check_range(kDsaOp, "cache_slots", config.cache_slots, 0, kMaxInt32);
+  check_range(kDsaOp, "split_parts", config.split_parts, 0, 65536);
+}
+
+}  // namespace
+
+void check_dsa_config(const DsaConfig& config, const Device& device) {
+  if (device.kind != DeviceKind::kCpu) {
+    unsupported(kDsaOp, "device = " + to_string(device) + ", expected cpu");
+  }
+  check_bounds(config);
   if (config.draft_topk != 1) {
     unsupported(kDsaOp, "draft_topk = " + std::to_string(config.draft_topk) +
                             ", expected 1: drafts are chains, a draft tree is not supported");
   }
-  check_range(kDsaOp, "mha_chunk_capacity", config.mha_chunk_capacity, 0, kMaxInt32);
-  check_range(kDsaOp, "logits_budget_bytes", config.logits_budget_bytes, 1,
-              std::numeric_limits<int64_t>::max());
   if (config.rope_dim % 2 != 0) {
     invalid(kDsaOp, "rope_dim = " + std::to_string(config.rope_dim) + ", expected an even number");
   }
@@ -342,12 +349,10 @@ void check_dsa_config(const DsaConfig& config, const Device& device) {
                         ", expected f576: only it takes queries and keys of codes");
   }
   check_dsa_implementations(kDsaOp, config);
-  check_range(kDsaOp, "cache_slots", config.cache_slots, 0, kMaxInt32);
   if (config.check && config.cache_slots == 0) {
     invalid(kDsaOp,
             "check is on, but cache_slots = 0; give the slots of the pools, dummy page included");
   }
-  check_range(kDsaOp, "split_parts", config.split_parts, 0, 65536);
   if (config.split_parts > 0 && config.deterministic) {
     unsupported(kDsaOp,
                 "split_parts with deterministic: the cuts depend on the batch; expected "
