@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cli/verbs.h"
+#include "fovea/device_memory.h"
 #include "fovea/dsa_backend.h"
 #include "fovea/error.h"
 #include "fovea/implementation.h"
@@ -57,6 +58,13 @@ void print_text() {
   }
   fmt::print("fovea {}\n\ndevice {}: {} threads; instruction sets {}; in use {}\n\n", version(),
              to_string(cpu), cpu.num_threads, isas, to_string(current_cpu_isa()));
+  for (int i = 0; i < cuda_device_count(); ++i) {
+    const Device gpu = Device::cuda(i);
+    const MemoryInfo memory = memory_info(gpu);
+    fmt::print("device {}: {:.1f} of {:.1f} GiB free\n\n", to_string(gpu),
+               static_cast<double>(memory.free_bytes) / (1 << 30),
+               static_cast<double>(memory.total_bytes) / (1 << 30));
+  }
   fmt::print("{:<8} {:<18} implementations, best first\n", "room", "operator");
   for (const OperatorInfo& op : operators()) {
     std::string names;

@@ -47,6 +47,10 @@ struct GoldenCase {
 std::vector<Target> targets_of(const OperatorInfo& info, CpuIsa best) {
   std::vector<Target> targets;
   for (const ImplementationInfo& entry : info.implementations) {
+    if (entry.available && entry.device != DeviceKind::kCpu) {
+      targets.push_back({entry.name, best, "runs on a GPU; verify has its tensors on the host"});
+      continue;
+    }
     if (!entry.available || entry.name != "cpu") {
       targets.push_back({entry.name, best, entry.reason});
       continue;

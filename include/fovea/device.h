@@ -21,10 +21,16 @@ struct Device {
 
   /// `num_threads` = 0 takes every hardware thread. Throws Error(kInvalidArgument) when negative.
   FOVEA_API static Device cpu(int num_threads = 0);
+  /// Throws Error(kUnsupported), saying why, when this build or machine has no such GPU. Kernels
+  /// need compute capability 8.0.
+  FOVEA_API static Device cuda(int ordinal = 0);
 };
 
 /// "cpu" or "cuda:0".
 FOVEA_API std::string to_string(const Device& device);
+
+/// GPUs that this build can use on this machine; 0 without CUDA.
+FOVEA_API int cuda_device_count();
 
 /// Parses "cpu" or "cuda[:N]". Throws Error(kInvalidArgument) on other text and Error(kUnsupported)
 /// for a device that this build or machine does not have.

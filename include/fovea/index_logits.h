@@ -46,10 +46,11 @@ struct IndexLogitsTensors {
 ///
 ///   logit(t, j) = k_scale[j] * sum_h head_weight[t,h] * max(0, <q_fp8[t,h], k_fp8[j]>)
 ///
-/// The products are exact, sums and weights are fp32: channels 0..Di-1 in order, then heads
-/// 0..Hi-1 in order, then the scale. So the bits of one logit depend on its query and key alone:
-/// not on layout, page size, other rows, key alignment or thread count; ragged equals paged. (They
-/// may differ between implementations and instruction sets.)
+/// The products are exact, sums and weights are fp32: channels, then heads, then the scale, each in
+/// an order that the implementation fixes (on the CPU 0..Di-1 and 0..Hi-1). So the bits of one
+/// logit depend on its query and key alone: not on layout, page size, other rows, key alignment or
+/// thread count; ragged equals paged. (They may differ between implementations, instruction sets
+/// and GPUs.)
 ///
 /// A key past the page table or on a page outside the pool is not read: its logit is -inf. A NaN
 /// code or weight gives NaN in the row, a NaN key code or scale in the column that it belongs to,

@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "fovea/device.h"
+#include "fovea/device_memory.h"
 #include "fovea/dtype.h"
 #include "fovea/export.h"
 #include "fovea/tensor.h"
@@ -20,13 +21,14 @@ struct KvPoolConfig {
 };
 
 /// The paged cache of every layer of one kind, owned: u8 [num_pages, page_bytes] per layer, rows as
-/// docs/formats.md says. All bytes are zero at first and take physical memory only once touched.
-/// The object itself is immutable; who writes which slot when is the caller's concern.
+/// docs/formats.md says. All bytes are zero at first; on the CPU they take physical memory only
+/// once touched. The object itself is immutable; who writes which slot when is the caller's
+/// concern.
 class FOVEA_API KvPool {
  public:
   /// Throws Error(kInvalidArgument) for a configuration outside the table above,
-  /// Error(kUnsupported) for a device other than the CPU, and Error(kOutOfMemory), naming the bytes
-  /// asked and free, when it does not fit.
+  /// and Error(kOutOfMemory), naming the bytes asked and free, when it does not fit. On a GPU the
+  /// zeros are written in the order of its default stream.
   KvPool(const KvPoolConfig& config, const Device& device);
 
   /// u8 [num_pages, page_bytes] of one layer, pages packed; valid while the pool lives. Throws
@@ -48,7 +50,8 @@ class FOVEA_API KvPool {
   int64_t page_bytes_ = 0;
   int64_t layer_bytes_ = 0;
   int64_t bytes_ = 0;
-  std::unique_ptr<void, Unmap> memory_;
+  std::unique_ptr<void, Unmap> memory_;  // CPU
+  DeviceBuffer device_memory_;           // GPU
 };
 
 }  // namespace fovea

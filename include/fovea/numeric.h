@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "fovea/dtype.h"
+#include "fovea/export.h"
 
 /// Number formats, bit-exact and portable: the conversions every backend must reproduce.
 namespace fovea {
@@ -14,13 +15,13 @@ namespace fovea {
 inline constexpr float kE4m3Max = 448.0f;
 
 /// Exact: bf16 is the upper half of a float.
-inline float bf16_to_float(bf16_t value) noexcept {
+FOVEA_HOST_DEVICE inline float bf16_to_float(bf16_t value) noexcept {
   return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
 }
 
 /// Rounds to nearest, ties to even. Overflow gives infinity; NaN stays a (quiet) NaN of the same
 /// sign.
-inline bf16_t bf16_from_float(float value) noexcept {
+FOVEA_HOST_DEVICE inline bf16_t bf16_from_float(float value) noexcept {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   if ((bits & 0x7FFFFFFFu) > 0x7F800000u) {
     return bf16_t{static_cast<uint16_t>((bits >> 16) | 0x0040u)};
@@ -32,7 +33,7 @@ inline bf16_t bf16_from_float(float value) noexcept {
 
 /// Decodes e4m3fn: 1 sign, 4 exponent bits (bias 7), 3 mantissa bits; 0x7F and 0xFF are NaN, there
 /// is no infinity.
-inline float e4m3_to_float(uint8_t code) noexcept {
+FOVEA_HOST_DEVICE inline float e4m3_to_float(uint8_t code) noexcept {
   const uint32_t sign = static_cast<uint32_t>(code & 0x80u) << 24;
   const uint32_t magnitude = code & 0x7Fu;
   if (magnitude == 0x7Fu) return std::bit_cast<float>(sign | 0x7FC00000u);
@@ -46,7 +47,7 @@ inline float e4m3_to_float(uint8_t code) noexcept {
 
 /// Encodes to e4m3fn: round to nearest, ties to even, saturating at +-448 (infinities too). NaN
 /// gives 0x7F.
-inline uint8_t e4m3_from_float(float value) noexcept {
+FOVEA_HOST_DEVICE inline uint8_t e4m3_from_float(float value) noexcept {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const uint32_t magnitude = bits & 0x7FFFFFFFu;
   const uint8_t sign = static_cast<uint8_t>((bits >> 24) & 0x80u);
@@ -65,7 +66,7 @@ inline uint8_t e4m3_from_float(float value) noexcept {
 }
 
 /// Decodes ue8m0: 2^(code - 127). Code 0 is 2^-127 (subnormal in fp32), code 255 is NaN.
-inline float ue8m0_to_float(uint8_t code) noexcept {
+FOVEA_HOST_DEVICE inline float ue8m0_to_float(uint8_t code) noexcept {
   if (code == 0xFF) return std::numeric_limits<float>::quiet_NaN();
   if (code == 0) return 0x1p-127f;
   return std::bit_cast<float>(static_cast<uint32_t>(code) << 23);
@@ -74,7 +75,7 @@ inline float ue8m0_to_float(uint8_t code) noexcept {
 /// Encodes a power of two in [2^-127, 2^127] exactly; other positive values round up to the next
 /// power of two, larger ones saturate at 2^127. Zero and negative values give code 0, NaN gives
 /// 255.
-inline uint8_t ue8m0_from_float(float value) noexcept {
+FOVEA_HOST_DEVICE inline uint8_t ue8m0_from_float(float value) noexcept {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return 0xFF;
   if ((bits >> 31) != 0 || bits <= 0x00400000u) return 0;  // up to and including 2^-127
@@ -83,7 +84,7 @@ inline uint8_t ue8m0_from_float(float value) noexcept {
 }
 
 /// Decodes e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, from the low four bits.
-inline float e2m1_to_float(uint8_t code) noexcept {
+FOVEA_HOST_DEVICE inline float e2m1_to_float(uint8_t code) noexcept {
   constexpr float kMagnitude[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
   const float magnitude = kMagnitude[code & 7u];
   return (code & 8u) != 0 ? -magnitude : magnitude;
@@ -91,7 +92,7 @@ inline float e2m1_to_float(uint8_t code) noexcept {
 
 /// Encodes to e2m1: round to nearest, ties to the even code, saturating at +-6. The format has no
 /// NaN: NaN gives 6.
-inline uint8_t e2m1_from_float(float value) noexcept {
+FOVEA_HOST_DEVICE inline uint8_t e2m1_from_float(float value) noexcept {
   const uint8_t sign = std::signbit(value) ? 8u : 0u;
   const float a = std::fabs(value);
   // Midpoints between neighbours; a tie goes to the code whose mantissa bit is 0.
@@ -115,7 +116,7 @@ inline uint8_t e2m1_from_float(float value) noexcept {
 
 /// The smallest power of two that is >= value, for finite positive value whose result is a normal
 /// float.
-inline float round_up_to_pow2(float value) noexcept {
+FOVEA_HOST_DEVICE inline float round_up_to_pow2(float value) noexcept {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const uint32_t exponent = (bits >> 23) + ((bits & 0x007FFFFFu) != 0 ? 1u : 0u);
   return std::bit_cast<float>(exponent << 23);

@@ -15,6 +15,11 @@ template <class Problem, class Tensors>
 using RunFunction = void (*)(const Problem& problem, const Device& device, const Tensors& tensors,
                              Workspace workspace);
 
+/// The same for an implementation of a GPU, which submits its work to `stream` and returns.
+template <class Problem, class Tensors>
+using LaunchFunction = void (*)(const Problem& problem, const Device& device,
+                                const Tensors& tensors, Workspace workspace, Stream stream);
+
 /// Compares tensors with the plan's problem; throws Error(kInvalidArgument).
 template <class Problem, class Tensors>
 using CheckFunction = void (*)(const Problem& problem, const Tensors& tensors);
@@ -44,11 +49,14 @@ class OperatorPlan {
   size_t workspace_bytes() const noexcept { return state_->workspace_bytes; }
 
   void run(const Tensors& tensors, Workspace workspace, Stream stream = {}) const {
-    (void)stream;
     internal::check_workspace(state_->op, state_->workspace_bytes, workspace);
     state_->check(state_->problem, tensors);
     internal::begin_launch(state_->op);
-    state_->run(state_->problem, state_->device, tensors, workspace);
+    if (state_->launch != nullptr) {
+      state_->launch(state_->problem, state_->device, tensors, workspace, stream);
+    } else {
+      state_->run(state_->problem, state_->device, tensors, workspace);
+    }
   }
 
   /// What was chosen and why.
@@ -63,7 +71,8 @@ class OperatorPlan {
     ImplementationChoice choice;
     size_t workspace_bytes;
     internal::CheckFunction<Problem, Tensors> check;
-    internal::RunFunction<Problem, Tensors> run;
+    internal::RunFunction<Problem, Tensors> run;        // on the CPU
+    internal::LaunchFunction<Problem, Tensors> launch;  // on a GPU, otherwise null
   };
 
  protected:

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "fovea/export.h"
 #include "fovea/tensor.h"
 #include "src/core/check.h"
 
@@ -42,23 +43,23 @@ struct Accessor {
   std::array<int64_t, Rank> stride{};
 
   template <class... Index>
-  T& operator()(Index... index) const {
+  FOVEA_HOST_DEVICE T& operator()(Index... index) const {
     static_assert(sizeof...(Index) == Rank);
     return data[offset(index...)];
   }
 
   /// Pointer to the contiguous last axis at the leading indices.
   template <class... Index>
-  T* row(Index... index) const {
+  FOVEA_HOST_DEVICE T* row(Index... index) const {
     static_assert(sizeof...(Index) == Rank - 1);
     return data + offset(index...);
   }
 
-  explicit operator bool() const { return data != nullptr; }
+  FOVEA_HOST_DEVICE explicit operator bool() const { return data != nullptr; }
 
  private:
   template <class... Index>
-  int64_t offset(Index... index) const {
+  FOVEA_HOST_DEVICE int64_t offset(Index... index) const {
     int64_t sum = 0;
     int axis = 0;
     ((sum += static_cast<int64_t>(index) * stride[static_cast<size_t>(axis++)]), ...);

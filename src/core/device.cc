@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "src/core/check.h"
+#include "src/core/cuda_runtime.h"
 
 namespace fovea {
 
@@ -24,6 +25,13 @@ Device Device::cpu(int num_threads) {
   return Device{DeviceKind::kCpu, 0, num_threads};
 }
 
+Device Device::cuda(int ordinal) {
+  internal::cuda::device_facts(ordinal);  // refuses what is not there
+  return Device{DeviceKind::kCuda, ordinal, 1};
+}
+
+int cuda_device_count() { return internal::cuda::device_count(); }
+
 std::string to_string(const Device& device) {
   return device.kind == DeviceKind::kCpu ? "cpu" : "cuda:" + std::to_string(device.ordinal);
 }
@@ -35,7 +43,7 @@ Device parse_device(std::string_view text, int num_threads) {
     const std::string_view digits = text.size() > 5 ? text.substr(5) : std::string_view("0");
     const auto parsed = std::from_chars(digits.data(), digits.data() + digits.size(), ordinal);
     if (parsed.ec == std::errc() && parsed.ptr == digits.data() + digits.size() && ordinal >= 0) {
-      internal::unsupported("device", std::string(text) + ": this build has no CUDA; use cpu");
+      return Device::cuda(ordinal);
     }
   }
   internal::invalid("device", "'" + std::string(text) + "', expected cpu or cuda:N");

@@ -18,7 +18,7 @@
 namespace fovea::internal {
 
 /// Largest magnitude among the finite elements; 0 when there is none.
-inline float tile_amax(const bf16_t* x, int64_t count) {
+FOVEA_HOST_DEVICE inline float tile_amax(const bf16_t* x, int64_t count) {
   float amax = 0;
   for (int64_t i = 0; i < count; ++i) {
     const float magnitude = std::fabs(bf16_to_float(x[i]));
@@ -29,14 +29,14 @@ inline float tile_amax(const bf16_t* x, int64_t count) {
 
 /// Scale of a latent tile (v32). fp32 mode: a zero tile has scale 1, so that nothing divides 0 by
 /// 0. Power-of-two mode: scales start at 2^-13, the smallest one above the floor of 1e-4.
-inline float latent_tile_scale(float amax, ScaleMode mode) {
+FOVEA_HOST_DEVICE inline float latent_tile_scale(float amax, ScaleMode mode) {
   const float scale = amax / kE4m3Max;
   if (mode == ScaleMode::kPow2) return round_up_to_pow2(std::max(scale, 1e-4f));
   return amax == 0 ? 1.0f : scale;
 }
 
 /// Scale of an index tile (i132, index queries): the floor of 1e-4 applies to amax, in both modes.
-inline float index_tile_scale(float amax, ScaleMode mode) {
+FOVEA_HOST_DEVICE inline float index_tile_scale(float amax, ScaleMode mode) {
   const float scale = std::max(amax, 1e-4f) / kE4m3Max;
   return mode == ScaleMode::kPow2 ? round_up_to_pow2(scale) : scale;
 }

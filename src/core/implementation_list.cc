@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "src/core/check.h"
+#include "src/core/cuda_runtime.h"
 #include "src/core/log.h"
 
 namespace fovea {
@@ -113,6 +114,8 @@ void force_implementations(std::string_view text) {
 }
 
 namespace internal {
+
+Refusal cuda_available() { return cuda::unavailable_reason(); }
 
 OperatorRegistration::OperatorRegistration(const char* room, const char* name,
                                            std::vector<ImplementationInfo> (*list)()) {

@@ -25,7 +25,8 @@ struct Implementation {
   Refusal (*supports)(const Problem& problem);
   /// Null: none.
   size_t (*workspace_bytes)(const Problem& problem, const Device& device);
-  RunFunction<Problem, Tensors> run;
+  RunFunction<Problem, Tensors> run;                  ///< CPU
+  LaunchFunction<Problem, Tensors> launch = nullptr;  ///< GPU, instead of `run`
 };
 
 /// What the choice needs to know of one entry, for one problem.
@@ -47,6 +48,9 @@ class OperatorRegistration {
   OperatorRegistration(const char* room, const char* name,
                        std::vector<ImplementationInfo> (*list)());
 };
+
+/// `available` of CUDA implementations.
+Refusal cuda_available();
 
 template <class Problem, class Tensors, size_t N>
 std::vector<ImplementationInfo> list_implementations(
@@ -76,7 +80,7 @@ std::shared_ptr<const typename OperatorPlan<Problem, Tensors>::State> make_plan(
       chosen.workspace_bytes != nullptr ? chosen.workspace_bytes(problem, device) : 0;
   using State = typename OperatorPlan<Problem, Tensors>::State;
   return std::make_shared<const State>(
-      State{op, problem, device, std::move(choice), bytes, check, chosen.run});
+      State{op, problem, device, std::move(choice), bytes, check, chosen.run, chosen.launch});
 }
 
 }  // namespace fovea::internal

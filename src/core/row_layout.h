@@ -22,13 +22,13 @@ static_assert(kV32RowBytes == 656);
 
 /// i132: `width` e4m3 codes and one fp32 scale a token; a page holds all codes, then all scales.
 inline constexpr int64_t kI132Width = 128;
-constexpr int64_t i132_row_bytes(int64_t width) { return width + 4; }
+FOVEA_HOST_DEVICE constexpr int64_t i132_row_bytes(int64_t width) { return width + 4; }
 
 /// f576: 576 e4m3 codes of x / k_scale; the scale belongs to the cache, not to the row.
 inline constexpr int64_t kF576Width = 576;
 
 /// Bytes of one token in any format.
-constexpr int64_t row_bytes(RowFormat format, int64_t width) {
+FOVEA_HOST_DEVICE constexpr int64_t row_bytes(RowFormat format, int64_t width) {
   switch (format) {
     case RowFormat::kBf16:
       return 2 * width;
@@ -52,12 +52,12 @@ struct PagedRows {
   int64_t page_size = 1;
   int64_t page_stride_bytes = 0;
 
-  int64_t capacity() const { return num_pages * page_size; }
-  bool contains(int32_t slot) const { return slot >= 0 && slot < capacity(); }
+  FOVEA_HOST_DEVICE int64_t capacity() const { return num_pages * page_size; }
+  FOVEA_HOST_DEVICE bool contains(int32_t slot) const { return slot >= 0 && slot < capacity(); }
 
   /// Start of a valid slot's part in a region of the page that gives `bytes` to each token and
   /// starts `region_offset` bytes into the page.
-  Byte* at(int32_t slot, int64_t bytes, int64_t region_offset = 0) const {
+  FOVEA_HOST_DEVICE Byte* at(int32_t slot, int64_t bytes, int64_t region_offset = 0) const {
     // Both fit 32 bits, whose division is several times faster than that of 64 on many processors.
     const uint32_t page = static_cast<uint32_t>(slot) / static_cast<uint32_t>(page_size);
     const int64_t offset = slot - page * page_size;
@@ -65,9 +65,11 @@ struct PagedRows {
   }
 
   /// The record of a bf16, v32 or f576 row.
-  Byte* record(int32_t slot, int64_t bytes) const { return at(slot, bytes); }
-  Byte* i132_codes(int32_t slot, int64_t width) const { return at(slot, width); }
-  Byte* i132_scale(int32_t slot, int64_t width) const { return at(slot, 4, page_size * width); }
+  FOVEA_HOST_DEVICE Byte* record(int32_t slot, int64_t bytes) const { return at(slot, bytes); }
+  FOVEA_HOST_DEVICE Byte* i132_codes(int32_t slot, int64_t width) const { return at(slot, width); }
+  FOVEA_HOST_DEVICE Byte* i132_scale(int32_t slot, int64_t width) const {
+    return at(slot, 4, page_size * width);
+  }
 };
 
 /// Views a pool: u8 [pages, page_bytes], or bf16 [S, D] (then every row is a page of its own).

@@ -2,7 +2,10 @@
 
 #include <cstdio>
 
+#include "tests/support/device_heap.h"
+
 int main(int argc, char** argv) {
+  fovea::test::use_device_heap();
   testing::InitGoogleTest(&argc, argv);
   int result = RUN_ALL_TESTS();
   // A suite in which every case was skipped tests nothing: that is a failure, not a success.

@@ -10,6 +10,8 @@
 #include <new>
 #include <stdexcept>
 
+#include "tests/support/device_heap.h"
+
 namespace {
 std::atomic<bool> counting{false};
 std::atomic<int64_t> allocations{0};
@@ -18,6 +20,7 @@ void* counted_allocation_or_null(size_t bytes, size_t alignment) noexcept {
   if (counting.load(std::memory_order_relaxed)) ++allocations;
   if (bytes > SIZE_MAX - alignment) return nullptr;  // rounding up would wrap around
   bytes = std::max<size_t>(bytes, 1);
+  if (void* const data = fovea::test::device_heap_allocate(bytes, alignment)) return data;
   return alignment <= alignof(std::max_align_t)
              ? std::malloc(bytes)
              : std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
@@ -27,6 +30,9 @@ void* counted_allocation(size_t bytes, size_t alignment) {
   void* const data = counted_allocation_or_null(bytes, alignment);
   if (data == nullptr) throw std::bad_alloc();
   return data;
+}
+void release(void* data) noexcept {
+  if (!fovea::test::device_heap_release(data)) std::free(data);
 }
 }  // namespace
 
@@ -53,14 +59,14 @@ void* operator new(size_t bytes, std::align_val_t alignment, const std::nothrow_
 void* operator new[](size_t bytes, std::align_val_t alignment, const std::nothrow_t&) noexcept {
   return counted_allocation_or_null(bytes, static_cast<size_t>(alignment));
 }
-void operator delete(void* data) noexcept { std::free(data); }
-void operator delete[](void* data) noexcept { std::free(data); }
-void operator delete(void* data, size_t) noexcept { std::free(data); }
-void operator delete[](void* data, size_t) noexcept { std::free(data); }
-void operator delete(void* data, std::align_val_t) noexcept { std::free(data); }
-void operator delete[](void* data, std::align_val_t) noexcept { std::free(data); }
-void operator delete(void* data, size_t, std::align_val_t) noexcept { std::free(data); }
-void operator delete[](void* data, size_t, std::align_val_t) noexcept { std::free(data); }
+void operator delete(void* data) noexcept { release(data); }
+void operator delete[](void* data) noexcept { release(data); }
+void operator delete(void* data, size_t) noexcept { release(data); }
+void operator delete[](void* data, size_t) noexcept { release(data); }
+void operator delete(void* data, std::align_val_t) noexcept { release(data); }
+void operator delete[](void* data, std::align_val_t) noexcept { release(data); }
+void operator delete(void* data, size_t, std::align_val_t) noexcept { release(data); }
+void operator delete[](void* data, size_t, std::align_val_t) noexcept { release(data); }
 
 namespace fovea::test {
 
@@ -96,9 +102,15 @@ GuardedMemory::GuardedMemory(size_t bytes) {
     throw std::bad_alloc();
   }
   data_ = static_cast<char*>(base_) + page + usable - bytes;
+  if (map_for_device(static_cast<char*>(base_) + page, usable)) {
+    device_mapping_ = static_cast<char*>(base_) + page;
+  }
 }
 
-GuardedMemory::~GuardedMemory() { munmap(base_, mapped_); }
+GuardedMemory::~GuardedMemory() {
+  if (device_mapping_ != nullptr) unmap_for_device(device_mapping_);
+  munmap(base_, mapped_);
+}
 
 SparseMapping::SparseMapping(size_t bytes) : bytes_(bytes) {
   data_ = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,

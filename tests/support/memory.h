@@ -77,6 +77,7 @@ class GuardedMemory {
   void* base_;
   size_t mapped_;
   void* data_;
+  void* device_mapping_ = nullptr;
 };
 
 /// Address space without memory behind it until written: pools beyond 2^32 bytes of which few pages

@@ -15,11 +15,18 @@ struct Target {
   std::string implementation;
   CpuIsa isa = CpuIsa::kBaseline;
   std::string skip;  ///< Why it cannot run here; empty when it can.
+  DeviceKind kind = DeviceKind::kCpu;
 
   Options options() const { return Options{implementation}; }
+  /// On a GPU the operator reads and writes the test's own memory (support/device_heap.h), and
+  /// run() returns when it is done.
+  Device device(int num_threads = 1) const {
+    return kind == DeviceKind::kCuda ? Device::cuda(0) : Device::cpu(num_threads);
+  }
 };
 
 inline std::string target_name(const testing::TestParamInfo<Target>& info) {
+  if (info.param.kind == DeviceKind::kCuda) return info.param.implementation;
   return info.param.implementation + "_on_" + std::string(to_string(info.param.isa));
 }
 inline void PrintTo(const Target& target, std::ostream* out) { *out << target.implementation; }
@@ -32,7 +39,8 @@ inline std::vector<Target> targets_of(const std::string& op) {
     if (info.name != op) continue;
     for (const ImplementationInfo& entry : info.implementations) {
       if (entry.name != "cpu") {
-        targets.push_back({entry.name, best_cpu_isa(), entry.available ? "" : entry.reason});
+        targets.push_back(
+            {entry.name, best_cpu_isa(), entry.available ? "" : entry.reason, entry.device});
         continue;
       }
       for (const CpuIsa isa : {CpuIsa::kBaseline, CpuIsa::kAvx2, CpuIsa::kAvx3}) {
@@ -43,6 +51,21 @@ inline std::vector<Target> targets_of(const std::string& op) {
     }
   }
   return targets;
+}
+
+/// Why a test over SparseMapping skips a GPU.
+inline constexpr char kNoSparseMapping[] = "a sparse mapping of the host cannot be pinned";
+
+/// Where a forced implementation runs.
+inline Device device_of(const Options& options, int num_threads = 1) {
+  return options.implementation.starts_with("cuda") ? Device::cuda(0) : Device::cpu(num_threads);
+}
+
+/// Runs a plan with a workspace of its size.
+template <class Plan>
+void run(const Plan& plan, const typename Plan::Tensors& tensors) {
+  HostBuffer workspace(plan.workspace_bytes());
+  plan.run(tensors, workspace.workspace());
 }
 
 /// Base of suites parameterised over targets: selects the instruction set for the test, or skips it

@@ -1,0 +1,22 @@
+#pragma once
+
+#include <cstdint>
+
+namespace fovea::internal::cuda {
+
+/// x / d and x % d for 0 <= x and 1 <= d <= 65536, in 32-bit steps: a 64-bit division is a call
+/// that spills registers.
+struct Quotient {
+  int64_t quotient;
+  int64_t remainder;
+};
+__device__ inline Quotient divide_small(int64_t x, uint32_t d) {
+  const auto high = static_cast<uint32_t>(x >> 32);
+  const uint32_t q2 = high / d;
+  const uint32_t middle = high % d << 16 | (static_cast<uint32_t>(x) >> 16);
+  const uint32_t q1 = middle / d;
+  const uint32_t low = middle % d << 16 | (static_cast<uint32_t>(x) & 0xFFFF);
+  return {static_cast<int64_t>(q2) << 32 | static_cast<int64_t>(q1) << 16 | (low / d), low % d};
+}
+
+}  // namespace fovea::internal::cuda

@@ -1,0 +1,59 @@
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "fovea/device.h"
+#include "src/core/cuda/error.cuh"
+#include "src/core/cuda_runtime.h"
+
+/// How kernels are started.
+namespace fovea::internal::cuda {
+
+/// Grid and block of one launch. Both depend on bounds only, never on lengths.
+struct LaunchShape {
+  dim3 grid;
+  dim3 block;
+  size_t shared_bytes = 0;
+};
+
+/// Grids are limited to 2^31 - 1 blocks on x and 65535 on y and z: rows go to x.
+inline unsigned grid_blocks(int64_t count, int64_t per_block) {
+  return static_cast<unsigned>((count + per_block - 1) / per_block);
+}
+
+/// Starts `kernel`; a launch of no block does nothing. Dynamic shared memory above 48 KiB is asked
+/// for. Throws Error(kDevice) that names the operator, the kernel's shape and the cause.
+template <class... Params, class... Args>
+void launch(const char* op, void (*kernel)(Params...), const LaunchShape& shape, Stream stream,
+            Args&&... args) {
+  if (shape.grid.x == 0 || shape.grid.y == 0 || shape.grid.z == 0) return;
+  cudaError_t status = cudaSuccess;
+  if (shape.shared_bytes > size_t{48} << 10) {
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  static_cast<int>(shape.shared_bytes));
+  }
+  if (status == cudaSuccess) {
+    cudaLaunchConfig_t config{};
+    config.gridDim = shape.grid;
+    config.blockDim = shape.block;
+    config.dynamicSmemBytes = shape.shared_bytes;
+    config.stream = native(stream);
+    status = cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
+  }
+  if (status == cudaSuccess) return;
+  cudaGetLastError();
+  const auto text = [](const dim3& d) {
+    return std::to_string(d.x) + " x " + std::to_string(d.y) + " x " + std::to_string(d.z);
+  };
+  throw Error(ErrorCode::kDevice,
+              std::string(op) + ": the launch of " + text(shape.grid) + " blocks of " +
+                  text(shape.block) + " threads with " + std::to_string(shape.shared_bytes) +
+                  " bytes of shared memory failed: " + cudaGetErrorName(status) + " (" +
+                  cudaGetErrorString(status) + ")");
+}
+
+}  // namespace fovea::internal::cuda
