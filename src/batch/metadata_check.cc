@@ -11,6 +11,8 @@ constexpr char kOp[] = "metadata_check";
 
 constexpr internal::Implementation<MetadataCheckProblem, MetadataCheckTensors> kImplementations[] =
     {
+        {"cuda_portable", DeviceKind::kCuda, internal::cuda_available, nullptr,
+         internal::metadata_check_cuda_workspace, nullptr, internal::metadata_check_cuda_portable},
         {"cpu", DeviceKind::kCpu, nullptr, nullptr, nullptr, internal::metadata_check_cpu},
         {"ref", DeviceKind::kCpu, nullptr, nullptr, nullptr, internal::metadata_check_ref},
 };

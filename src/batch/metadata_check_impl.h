@@ -16,6 +16,11 @@ void metadata_check_ref(const MetadataCheckProblem& problem, const Device& devic
 void metadata_check_cpu(const MetadataCheckProblem& problem, const Device& device,
                         const MetadataCheckTensors& tensors, Workspace workspace);
 
+size_t metadata_check_cuda_workspace(const MetadataCheckProblem& problem, const Device& device);
+void metadata_check_cuda_portable(const MetadataCheckProblem& problem, const Device& device,
+                                  const MetadataCheckTensors& tensors, Workspace workspace,
+                                  Stream stream);
+
 /// The batch as the checks read it: lengths before any clamping, in 64 bits.
 struct CheckedBatch {
   const MetadataCheckProblem& problem;

@@ -8,6 +8,8 @@ namespace {
 constexpr char kOp[] = "metadata_refresh";
 
 constexpr internal::Implementation<MetadataProblem, MetadataTensors> kImplementations[] = {
+    {"cuda_portable", DeviceKind::kCuda, internal::cuda_available, nullptr,
+     internal::metadata_refresh_cuda_workspace, nullptr, internal::metadata_refresh_cuda_portable},
     {"cpu", DeviceKind::kCpu, nullptr, nullptr, nullptr, internal::metadata_refresh_cpu},
     {"ref", DeviceKind::kCpu, nullptr, nullptr, nullptr, internal::metadata_refresh_ref},
 };

@@ -14,6 +14,10 @@ void metadata_refresh_ref(const MetadataProblem& problem, const Device& device,
                           const MetadataTensors& tensors, Workspace workspace);
 void metadata_refresh_cpu(const MetadataProblem& problem, const Device& device,
                           const MetadataTensors& tensors, Workspace workspace);
+size_t metadata_refresh_cuda_workspace(const MetadataProblem& problem, const Device& device);
+void metadata_refresh_cuda_portable(const MetadataProblem& problem, const Device& device,
+                                    const MetadataTensors& tensors, Workspace workspace,
+                                    Stream stream);
 
 /// Throws Error(kInvalidArgument) for tensors that do not fit the problem.
 void check_metadata_tensors(const MetadataProblem& problem, const MetadataTensors& tensors);

@@ -9,6 +9,8 @@ constexpr char kOp[] = "paged_schedule";
 
 constexpr internal::Implementation<PagedScheduleProblem, PagedScheduleTensors> kImplementations[] =
     {
+        {"cuda_portable", DeviceKind::kCuda, internal::cuda_available, nullptr,
+         internal::paged_schedule_cuda_workspace, nullptr, internal::paged_schedule_cuda_portable},
         {"cpu", DeviceKind::kCpu, nullptr, nullptr, nullptr, internal::paged_schedule_cpu},
         {"ref", DeviceKind::kCpu, nullptr, nullptr, nullptr, internal::paged_schedule_ref},
 };

@@ -9,6 +9,8 @@ constexpr char kOp[] = "split_schedule";
 
 constexpr internal::Implementation<SplitScheduleProblem, SplitScheduleTensors> kImplementations[] =
     {
+        {"cuda_portable", DeviceKind::kCuda, internal::cuda_available, nullptr,
+         internal::split_schedule_cuda_workspace, nullptr, internal::split_schedule_cuda_portable},
         {"cpu", DeviceKind::kCpu, nullptr, nullptr, nullptr, internal::split_schedule_cpu},
         {"ref", DeviceKind::kCpu, nullptr, nullptr, nullptr, internal::split_schedule_ref},
 };

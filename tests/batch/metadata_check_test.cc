@@ -141,7 +141,7 @@ struct Batch {
     tensors.topk_indices = indices;
     tensors.kv_len_delta = delta;
     tensors.error_word = word;
-    MetadataCheck::plan(problem, Device::cpu(threads), options).run(tensors, {});
+    test::run(MetadataCheck::plan(problem, test::device_of(options, threads), options), tensors);
     MetadataReport report;
     std::copy_n(word.data<uint8_t>(), sizeof(report), reinterpret_cast<uint8_t*>(&report));
     return report;
@@ -473,8 +473,8 @@ TEST_P(MetadataCheckTest, OptionalArraysMayBeAbsent) {
   problem.max_requests = problem.max_rows = 1;
   problem.table_width = problem.page_size = 4;
   problem.capacity = 9;
-  const auto plan = MetadataCheck::plan(problem, Device::cpu(2), GetParam().options());
-  plan.run(tensors, {});
+  const auto plan = MetadataCheck::plan(problem, GetParam().device(2), GetParam().options());
+  test::run(plan, tensors);
   EXPECT_EQ(word.values<int32_t>(), (Values{7, 0, 2, 9, 9, 1, 0, 0}));
 }
 
@@ -518,10 +518,11 @@ TEST_P(MetadataCheckTest, RunAllocatesNothing) {
   tensors.req_to_token = table;
   tensors.out_cache_loc = store;
   tensors.error_word = word;
-  const auto plan = MetadataCheck::plan(batch.problem, Device::cpu(1), GetParam().options());
-  plan.run(tensors, {});
+  const auto plan = MetadataCheck::plan(batch.problem, GetParam().device(1), GetParam().options());
+  HostBuffer workspace(plan.workspace_bytes());
+  plan.run(tensors, workspace.workspace());
   const test::AllocationCounter counter;
-  plan.run(tensors, {});
+  plan.run(tensors, workspace.workspace());
   EXPECT_EQ(counter.count(), 0);
 }
 
@@ -542,7 +543,8 @@ TEST_P(MetadataCheckTest, RefusesWhatTheHostCanSee) {
     change_problem(batch.problem);
     change_tensors(tensors);
     try {
-      MetadataCheck::plan(batch.problem, Device::cpu(1), GetParam().options()).run(tensors, {});
+      test::run(MetadataCheck::plan(batch.problem, GetParam().device(1), GetParam().options()),
+                tensors);
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
       EXPECT_EQ(word.values<uint8_t>(), std::vector<uint8_t>(32, 0xAB)) << "written before";

@@ -65,7 +65,7 @@ class MetadataRefreshTest : public test::TargetTest {
     tensors.padded_rows = padded_rows;
     tensors.kv_len_delta[0] = delta;
     tensors.steps[0] = arrays.fields();
-    MetadataRefresh::plan(problem, Device::cpu(1), GetParam().options()).run(tensors, {});
+    test::run(MetadataRefresh::plan(problem, GetParam().device(1), GetParam().options()), tensors);
     return arrays;
   }
 
@@ -205,7 +205,8 @@ TEST_P(MetadataRefreshTest, NoRequestsInEveryMode) {
     if (extend || mode == ForwardMode::kDraftExtend) tensors.ext_len = none;
     tensors.padded_rows = 2;
     tensors.steps[0] = a.fields();
-    MetadataRefresh::plan(problem(mode), Device::cpu(1), GetParam().options()).run(tensors, {});
+    test::run(MetadataRefresh::plan(problem(mode), GetParam().device(1), GetParam().options()),
+              tensors);
     expect(a, {{"kv_indptr", {0}},
                {"q_indptr", {0}},
                {"max_kv_len", {0}},
@@ -307,8 +308,9 @@ TEST_P(MetadataRefreshTest, PoolRowsAndSlotsOutsideTheTableGiveMaskedPages) {
     tensors.pool_row = pool_row;
     tensors.req_to_token = req_to_token_;
     tensors.steps[0] = arrays.fields();
-    MetadataRefresh::plan(problem(ForwardMode::kDecode), Device::cpu(1), GetParam().options())
-        .run(tensors, {});
+    test::run(MetadataRefresh::plan(problem(ForwardMode::kDecode), GetParam().device(1),
+                                    GetParam().options()),
+              tensors);
     expect(arrays, {{"page_table", {-1, -1, -1, 3, U, U}}});
   }
   for (const int64_t page_size : {4, 3}) {
@@ -339,11 +341,12 @@ TEST_P(MetadataRefreshTest, ReadsOnlyTheFirstColumnOfEachNeededPage) {
   tensors.pool_row = pool_row;
   tensors.req_to_token = make_tensor(slots, DType::kI32, {1, width});
   tensors.steps[0] = arrays.fields();
-  MetadataRefresh::plan(p, Device::cpu(1), GetParam().options()).run(tensors, {});
+  test::run(MetadataRefresh::plan(p, GetParam().device(1), GetParam().options()), tensors);
   EXPECT_EQ(arrays.page_table.values<int32_t>(), (Values{2, 5, 7}));
 }
 
 TEST_P(MetadataRefreshTest, TheRequestTableIsAddressedIn64Bits) {
+  if (GetParam().kind == DeviceKind::kCuda) GTEST_SKIP() << test::kNoSparseMapping;
   // Row 14 000 of 163 840 columns starts at element 2 293 760 000, past 2^31 (and 2^33 bytes).
   const int64_t rows = 14001, width = 163840;
   test::SparseMapping mapping(static_cast<size_t>(rows * width) * 4);
@@ -360,7 +363,7 @@ TEST_P(MetadataRefreshTest, TheRequestTableIsAddressedIn64Bits) {
   tensors.pool_row = pool_row;
   tensors.req_to_token = make_tensor(slots, DType::kI32, {rows, width});
   tensors.steps[0] = arrays.fields();
-  MetadataRefresh::plan(p, Device::cpu(1), GetParam().options()).run(tensors, {});
+  test::run(MetadataRefresh::plan(p, GetParam().device(1), GetParam().options()), tensors);
   EXPECT_EQ(arrays.page_table.values<int32_t>(), (Values{10, 20, U}));
 }
 
@@ -383,16 +386,16 @@ TEST_P(MetadataRefreshTest, KnownFault14StridedTablesEqualPackedOnes) {
   tensors.steps[0] = arrays.fields();
   tensors.steps[0].page_table = wide_pages;
   tensors.steps[0].page_table.shape[1] = 3;
-  const auto plan =
-      MetadataRefresh::plan(problem(ForwardMode::kDecode), Device::cpu(1), GetParam().options());
-  plan.run(tensors, {});
+  const auto plan = MetadataRefresh::plan(problem(ForwardMode::kDecode), GetParam().device(1),
+                                          GetParam().options());
+  test::run(plan, tensors);
   EXPECT_EQ(wide_pages.values<int32_t>(), (Values{2, 5, 7, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0}));
   EXPECT_EQ(arrays.row_len.values<int32_t>(), packed.row_len.values<int32_t>());
   const Tensor pairs = Tensor::i32({4}, {10, 99, 4, 99});
   tensors.seq_len = pairs;
   tensors.seq_len.shape[0] = 2;
   tensors.seq_len.stride[0] = 2;
-  EXPECT_THROW(plan.run(tensors, {}), Error);
+  EXPECT_THROW(test::run(plan, tensors), Error);
 }
 
 TEST_P(MetadataRefreshTest, KvLenDeltaShiftsLengthsAndSchedules) {
@@ -418,7 +421,7 @@ TEST_P(MetadataRefreshTest, OneCallForEightStepsEqualsEightCalls) {
   }
   tensors.padded_rows = 3;
   for (const int threads : {1, 2, 3}) {
-    MetadataRefresh::plan(p, Device::cpu(threads), GetParam().options()).run(tensors, {});
+    test::run(MetadataRefresh::plan(p, GetParam().device(threads), GetParam().options()), tensors);
     for (int step = 0; step < kMaxRefreshSteps; ++step) {
       StepArrays alone = refresh(p, {3, 1}, {}, 2, 3, step + 1);
       for (size_t i = 0; i < alone.named().size(); ++i) {
@@ -472,11 +475,12 @@ TEST_P(MetadataRefreshTest, RandomBatchesEqualTheReferenceForAnyThreadCount) {
       const int64_t columns = (p.table_width + p.page_size - 1) / p.page_size;
       StepArrays expected(p, requests, 117, 120, columns);
       tensors.steps[0] = expected.fields();
-      MetadataRefresh::plan(p, Device::cpu(1), {"ref"}).run(tensors, {});
+      test::run(MetadataRefresh::plan(p, Device::cpu(1), {"ref"}), tensors);
       for (const int threads : {1, 2, 3}) {
         StepArrays actual(p, requests, 117, 120, columns);
         tensors.steps[0] = actual.fields();
-        MetadataRefresh::plan(p, Device::cpu(threads), GetParam().options()).run(tensors, {});
+        test::run(MetadataRefresh::plan(p, GetParam().device(threads), GetParam().options()),
+                  tensors);
         for (size_t i = 0; i < actual.named().size(); ++i) {
           ASSERT_EQ(actual.named()[i].second->values<int32_t>(),
                     expected.named()[i].second->values<int32_t>())
@@ -499,7 +503,7 @@ TEST_P(MetadataRefreshTest, KnownFault9ASmallerBatchLeavesNoTraceOfALargerOne) {
       tensors.ext_len = ext;
       tensors.req_to_token = req_to_token_;
       tensors.steps[0] = arrays.fields();
-      MetadataRefresh::plan(p, Device::cpu(1), GetParam().options()).run(tensors, {});
+      test::run(MetadataRefresh::plan(p, GetParam().device(1), GetParam().options()), tensors);
     };
     StepArrays replayed(p, 2, 16, 16, 3), fresh(p, 2, 16, 16, 3);
     run(replayed, {12, 8}, {9, 7});
@@ -524,12 +528,14 @@ TEST_P(MetadataRefreshTest, RowLenMayBeTheMemoryOfKvLenInDecode) {
   tensors.padded_rows = 4;
   tensors.steps[0] = arrays.fields();
   tensors.steps[0].row_len = tensors.steps[0].kv_len;
-  MetadataRefresh::plan(problem(ForwardMode::kDecode), Device::cpu(2), GetParam().options())
-      .run(tensors, {});
+  test::run(MetadataRefresh::plan(problem(ForwardMode::kDecode), GetParam().device(2),
+                                  GetParam().options()),
+            tensors);
   expect(arrays, {{"kv_len", {10, 4}}, {"topk_length", {6, 4, 0, 0}}});
 }
 
 TEST_P(MetadataRefreshTest, SumsSaturateInsteadOfOverflowing) {
+  if (GetParam().kind == DeviceKind::kCuda) GTEST_SKIP() << test::kNoSparseMapping;
   MetadataProblem p = problem(ForwardMode::kExtend, IndexTransform::kRagged);
   p.table_width = std::numeric_limits<int32_t>::max();
   p.page_size = 256;
@@ -546,7 +552,7 @@ TEST_P(MetadataRefreshTest, SumsSaturateInsteadOfOverflowing) {
   tensors.req_to_token = make_tensor(pages.data(), DType::kI32, {0, p.table_width});
   tensors.steps[0] = arrays.fields();
   tensors.steps[0].page_table = make_tensor(pages.data(), DType::kI32, {2, columns});
-  MetadataRefresh::plan(p, Device::cpu(1), GetParam().options()).run(tensors, {});
+  test::run(MetadataRefresh::plan(p, GetParam().device(1), GetParam().options()), tensors);
   expect(arrays, {{"kv_indptr", {0, len, len}}, {"k_start", {0, len}}, {"k_end", {len, len}}});
 }
 
@@ -562,10 +568,11 @@ TEST_P(MetadataRefreshTest, RunDoesNotAllocate) {
     tensors.req_to_token = req_to_token_;
     tensors.num_steps = kMaxRefreshSteps;
     for (size_t i = 0; i < steps.size(); ++i) tensors.steps[i] = steps[i].fields();
-    const auto plan = MetadataRefresh::plan(p, Device::cpu(threads), GetParam().options());
-    plan.run(tensors, {});
+    const auto plan = MetadataRefresh::plan(p, GetParam().device(threads), GetParam().options());
+    HostBuffer workspace(plan.workspace_bytes());
+    plan.run(tensors, workspace.workspace());
     const test::AllocationCounter counter;
-    plan.run(tensors, {});
+    plan.run(tensors, workspace.workspace());
     EXPECT_EQ(counter.count(), 0);
   }
 }
@@ -581,16 +588,18 @@ TEST_P(MetadataRefreshTest, KnownFault20PlanningDoesNotDependOnLengths) {
   auto best = std::chrono::nanoseconds::max();
   for (int repeat = 0; repeat < 50; ++repeat) {
     const auto begin = std::chrono::steady_clock::now();
-    const auto plan = MetadataRefresh::plan(p, Device::cpu(1), GetParam().options());
+    const auto plan = MetadataRefresh::plan(p, GetParam().device(1), GetParam().options());
     best = std::min<std::chrono::nanoseconds>(best, std::chrono::steady_clock::now() - begin);
-    EXPECT_EQ(plan.workspace_bytes(), 0u);
+    if (GetParam().kind == DeviceKind::kCpu) {
+      EXPECT_EQ(plan.workspace_bytes(), 0u);
+    }
   }
   EXPECT_LT(best, std::chrono::milliseconds(1));
 }
 
 TEST_P(MetadataRefreshTest, RefusesBeforeAnythingIsWritten) {
   const MetadataProblem p = problem(ForwardMode::kDecode);
-  const auto plan = MetadataRefresh::plan(p, Device::cpu(1), GetParam().options());
+  const auto plan = MetadataRefresh::plan(p, GetParam().device(1), GetParam().options());
   StepArrays arrays(p, 2, 2, 2, 3);
   const Tensor seq = Tensor::i32({2}, {10, 4}), pool_row = Tensor::i32({2}, {4, 1});
   MetadataTensors good;
@@ -602,7 +611,7 @@ TEST_P(MetadataRefreshTest, RefusesBeforeAnythingIsWritten) {
     MetadataTensors bad = good;
     change(bad);
     try {
-      plan.run(bad, {});
+      test::run(plan, bad);
       ADD_FAILURE() << "accepted a bad " << name;
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
@@ -629,15 +638,16 @@ TEST_P(MetadataRefreshTest, RefusesBeforeAnythingIsWritten) {
   }
   MetadataProblem verify = problem(ForwardMode::kTargetVerify);
   verify.max_rows = 5;
-  EXPECT_THROW(MetadataRefresh::plan(verify, Device::cpu(1), GetParam().options()).run(good, {}),
-               Error);  // two requests of three rows
+  EXPECT_THROW(
+      test::run(MetadataRefresh::plan(verify, GetParam().device(1), GetParam().options()), good),
+      Error);  // two requests of three rows
   refuses([](auto& t) { t.steps[0].split_schedule.shape[0] = 3; }, "split_schedule");
   refuses([](auto& t) { t.steps[0].split_indptr.shape[0] = 2; }, "split_indptr");
   MetadataTensors shifted = good;
   shifted.kv_len_delta[0] = 1;
-  EXPECT_THROW(MetadataRefresh::plan(problem(ForwardMode::kTargetVerify), Device::cpu(1),
-                                     GetParam().options())
-                   .run(shifted, {}),
+  EXPECT_THROW(test::run(MetadataRefresh::plan(problem(ForwardMode::kTargetVerify),
+                                               GetParam().device(1), GetParam().options()),
+                         shifted),
                Error);
 }
 

@@ -154,7 +154,8 @@ void expect_equal(const Fields& actual, const Fields& expected, const std::strin
 class MetadataStepsTest : public test::TargetTest {
  protected:
   void run(const MetadataProblem& problem, const MetadataTensors& tensors, int threads = 1) {
-    MetadataRefresh::plan(problem, Device::cpu(threads), GetParam().options()).run(tensors, {});
+    test::run(MetadataRefresh::plan(problem, GetParam().device(threads), GetParam().options()),
+              tensors);
   }
 
   void run(const MetadataProblem& problem, const Batch& batch, StepArrays& arrays,
@@ -492,8 +493,8 @@ TEST_P(SplitFields, EqualTheOperatorOnTopkLength) {
     StepArrays arrays = bucket(p);
     run(p, batch, arrays);
     Tensor parts(DType::kI32, {11, 8}), indptr(DType::kI32, {kMaxRows + 1});
-    SplitSchedule::plan({kMaxRows, 11}, Device::cpu(1))
-        .run({arrays.topk_length, parts, indptr}, {});
+    test::run(SplitSchedule::plan({kMaxRows, 11}, Device::cpu(1)),
+              {arrays.topk_length, parts, indptr});
     EXPECT_EQ(arrays.split_schedule.values<int32_t>(), parts.values<int32_t>());
     EXPECT_EQ(arrays.split_indptr.values<int32_t>(), indptr.values<int32_t>());
   }

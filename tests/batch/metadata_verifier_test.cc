@@ -74,7 +74,7 @@ struct Refreshed {
       const bool decode = mode == ForwardMode::kDecode || mode == ForwardMode::kIdle;
       if (decode) tensors.kv_len_delta[step] = static_cast<int32_t>(step) + 1;
     }
-    MetadataRefresh::plan(problem, Device::cpu(2), options).run(tensors, {});
+    test::run(MetadataRefresh::plan(problem, test::device_of(options, 2), options), tensors);
   }
   Refreshed(const Refreshed&) = delete;
   Refreshed& operator=(const Refreshed&) = delete;
@@ -197,8 +197,8 @@ TEST_P(MetadataVerifierTest, StridedTablesAndSharedKvLenAreUnderstood) {
   fields.page_table.shape[1] = 13;
   fields.kv_len.shape[0] = fields.row_to_request.shape[0] = kRequests;
   fields.row_len = fields.kv_len;
-  MetadataRefresh::plan(refreshed.problem, Device::cpu(1), GetParam().options())
-      .run(refreshed.tensors, {});
+  test::run(MetadataRefresh::plan(refreshed.problem, GetParam().device(1), GetParam().options()),
+            refreshed.tensors);
   EXPECT_EQ(mismatch_of(verifier, refreshed.tensors), "");
   wide.data<int32_t>()[2 * 20] += 1;
   EXPECT_NE(mismatch_of(verifier, refreshed.tensors).find("step 0: page_table[2][0]"),
@@ -211,7 +211,8 @@ TEST_P(MetadataVerifierTest, ArraysBeyondTheBoundsOfThePlanAreVerified) {
   Refreshed refreshed(ForwardMode::kDecode, GetParam().options(), 0, 8);
   refreshed.tensors.num_steps = 1;
   refreshed.tensors.steps[0] = arrays.fields();
-  MetadataRefresh::plan(problem, Device::cpu(1), GetParam().options()).run(refreshed.tensors, {});
+  test::run(MetadataRefresh::plan(problem, GetParam().device(1), GetParam().options()),
+            refreshed.tensors);
   MetadataVerifier verifier(problem, Device::cpu(1));
   EXPECT_EQ(mismatch_of(verifier, refreshed.tensors), "");
   arrays.topk_indptr.data<int32_t>()[700] += 1;

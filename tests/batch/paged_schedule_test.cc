@@ -19,8 +19,9 @@ class PagedScheduleTest : public test::TargetTest {
     const Tensor row_len = Tensor::i32({rows}, lens);
     Tensor out(DType::kI32, {workers + 1, 2});
     out.fill_bytes(0xAB);
-    PagedSchedule::plan({rows, workers, rows_per_group}, Device::cpu(1), GetParam().options())
-        .run({row_len, out}, {});
+    test::run(PagedSchedule::plan({rows, workers, rows_per_group}, GetParam().device(1),
+                                  GetParam().options()),
+              {row_len, out});
     return out.values<int32_t>();
   }
 };
@@ -100,19 +101,22 @@ TEST_P(PagedScheduleTest, EveryWorkerGetsItsShareOfRandomLengths) {
     const auto rows = static_cast<int64_t>(lens.size());
     const Tensor row_len = Tensor::i32({rows}, lens);
     Tensor expected(DType::kI32, {workers + 1, 2});
-    PagedSchedule::plan({rows, workers, 1}, Device::cpu(1), {"ref"}).run({row_len, expected}, {});
+    test::run(PagedSchedule::plan({rows, workers, 1}, Device::cpu(1), {"ref"}),
+              {row_len, expected});
     EXPECT_EQ(starts, expected.values<int32_t>());
   }
 }
 
 TEST_P(PagedScheduleTest, RefusesShapesThatDoNotFit) {
-  const auto plan = PagedSchedule::plan({6, 4, 3}, Device::cpu(1), GetParam().options());
+  const auto plan = PagedSchedule::plan({6, 4, 3}, GetParam().device(1), GetParam().options());
   Tensor row_len(DType::kI32, {6}), schedule(DType::kI32, {5, 2});
-  plan.run({row_len, schedule}, {});
-  EXPECT_THROW(plan.run({Tensor(DType::kI32, {5}), schedule}, {}), Error);    // not a multiple of 3
-  EXPECT_THROW(plan.run({Tensor(DType::kI32, {9}), schedule}, {}), Error);    // above max_rows
-  EXPECT_THROW(plan.run({row_len, Tensor(DType::kI32, {6, 2})}, {}), Error);  // other worker count
-  EXPECT_THROW(plan.run({{}, schedule}, {}), Error);
+  test::run(plan, {row_len, schedule});
+  EXPECT_THROW(test::run(plan, {Tensor(DType::kI32, {5}), schedule}),
+               Error);  // not a multiple of 3
+  EXPECT_THROW(test::run(plan, {Tensor(DType::kI32, {9}), schedule}), Error);  // above max_rows
+  EXPECT_THROW(test::run(plan, {row_len, Tensor(DType::kI32, {6, 2})}),
+               Error);  // other worker count
+  EXPECT_THROW(test::run(plan, {{}, schedule}), Error);
   EXPECT_THROW(PagedSchedule::plan({6, 0, 1}, Device::cpu(1)), Error);
   EXPECT_THROW(PagedSchedule::plan({6, 4, 0}, Device::cpu(1)), Error);
 }

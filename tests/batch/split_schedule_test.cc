@@ -35,8 +35,8 @@ class SplitScheduleTest : public test::TargetTest {
     Tensor out(DType::kI32, {parts, 8}), indptr(DType::kI32, {rows + 1});
     out.fill_bytes(0xAB);
     indptr.fill_bytes(0xAB);
-    SplitSchedule::plan({rows, parts}, Device::cpu(1), GetParam().options())
-        .run({topk_length, out, indptr}, {});
+    test::run(SplitSchedule::plan({rows, parts}, GetParam().device(1), GetParam().options()),
+              {topk_length, out, indptr});
     return {out.values<int32_t>(), indptr.values<int32_t>()};
   }
 };
@@ -185,9 +185,9 @@ TEST_P(SplitScheduleTest, WritesOnlyItsArraysAndStridedRowsEqualPackedOnes) {
   wide.fill_bytes(0xAB);
   TensorView view = wide;
   view.shape[1] = 8;
-  const auto plan = SplitSchedule::plan({3, 4}, Device::cpu(1), GetParam().options());
+  const auto plan = SplitSchedule::plan({3, 4}, GetParam().device(1), GetParam().options());
   const TensorView guarded = make_tensor(indptr.data(), DType::kI32, {4});
-  plan.run({topk_length, view, guarded}, {});
+  test::run(plan, {topk_length, view, guarded});
   const SplitArrays expected = split_oracle(lens, 4);
   const Values rows = wide.values<int32_t>();
   for (size_t p = 0; p < 4; ++p) {
@@ -196,21 +196,23 @@ TEST_P(SplitScheduleTest, WritesOnlyItsArraysAndStridedRowsEqualPackedOnes) {
                 i < 8 ? expected.parts[p * 8 + i] : static_cast<int32_t>(0xABABABAB));
     }
   }
+  HostBuffer workspace(plan.workspace_bytes());
   const test::AllocationCounter counter;
-  plan.run({topk_length, view, guarded}, {});
+  plan.run({topk_length, view, guarded}, workspace.workspace());
   EXPECT_EQ(counter.count(), 0);
 }
 
 TEST_P(SplitScheduleTest, RefusesShapesThatDoNotFit) {
-  const auto plan = SplitSchedule::plan({6, 4}, Device::cpu(1), GetParam().options());
+  const auto plan = SplitSchedule::plan({6, 4}, GetParam().device(1), GetParam().options());
   Tensor lens(DType::kI32, {6}), schedule(DType::kI32, {4, 8}), indptr(DType::kI32, {7});
-  plan.run({lens, schedule, indptr}, {});
-  EXPECT_THROW(plan.run({Tensor(DType::kI32, {7}), schedule, Tensor(DType::kI32, {8})}, {}), Error);
-  EXPECT_THROW(plan.run({lens, Tensor(DType::kI32, {5, 8}), indptr}, {}), Error);
-  EXPECT_THROW(plan.run({lens, Tensor(DType::kI32, {4, 7}), indptr}, {}), Error);
-  EXPECT_THROW(plan.run({lens, schedule, Tensor(DType::kI32, {6})}, {}), Error);
-  EXPECT_THROW(plan.run({{}, schedule, indptr}, {}), Error);
-  EXPECT_THROW(plan.run({Tensor(DType::kF32, {6}), schedule, indptr}, {}), Error);
+  test::run(plan, {lens, schedule, indptr});
+  EXPECT_THROW(test::run(plan, {Tensor(DType::kI32, {7}), schedule, Tensor(DType::kI32, {8})}),
+               Error);
+  EXPECT_THROW(test::run(plan, {lens, Tensor(DType::kI32, {5, 8}), indptr}), Error);
+  EXPECT_THROW(test::run(plan, {lens, Tensor(DType::kI32, {4, 7}), indptr}), Error);
+  EXPECT_THROW(test::run(plan, {lens, schedule, Tensor(DType::kI32, {6})}), Error);
+  EXPECT_THROW(test::run(plan, {{}, schedule, indptr}), Error);
+  EXPECT_THROW(test::run(plan, {Tensor(DType::kF32, {6}), schedule, indptr}), Error);
   EXPECT_THROW(SplitSchedule::plan({-1, 4}, Device::cpu(1)), Error);
   EXPECT_THROW(SplitSchedule::plan({6, 0}, Device::cpu(1)), Error);
   EXPECT_THROW(SplitSchedule::plan({6, int64_t{1} << 31}, Device::cpu(1)), Error);
