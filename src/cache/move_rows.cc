@@ -25,6 +25,8 @@ size_t workspace_bytes(const MoveRowsProblem& problem, const Device&) {
 }
 
 constexpr internal::Implementation<MoveRowsProblem, MoveRowsTensors> kImplementations[] = {
+    {"cuda_portable", DeviceKind::kCuda, internal::cuda_available, nullptr, workspace_bytes,
+     nullptr, internal::move_rows_cuda_portable},
     {"cpu", DeviceKind::kCpu, nullptr, nullptr, workspace_bytes, internal::move_rows_cpu},
     {"ref", DeviceKind::kCpu, nullptr, nullptr, workspace_bytes, internal::move_rows_ref},
 };

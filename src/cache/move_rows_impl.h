@@ -9,5 +9,7 @@ void move_rows_ref(const MoveRowsProblem& problem, const Device& device,
                    const MoveRowsTensors& tensors, Workspace workspace);
 void move_rows_cpu(const MoveRowsProblem& problem, const Device& device,
                    const MoveRowsTensors& tensors, Workspace workspace);
+void move_rows_cuda_portable(const MoveRowsProblem& problem, const Device& device,
+                             const MoveRowsTensors& tensors, Workspace workspace, Stream stream);
 
 }  // namespace fovea::internal

@@ -14,6 +14,8 @@ namespace {
 constexpr char kOp[] = "pack_rows";
 
 constexpr internal::Implementation<RowCodecProblem, PackRowsTensors> kImplementations[] = {
+    {"cuda_portable", DeviceKind::kCuda, internal::cuda_available, nullptr, nullptr, nullptr,
+     internal::pack_rows_cuda_portable},
     {"cpu", DeviceKind::kCpu, nullptr, nullptr, nullptr, internal::pack_rows_cpu},
     {"ref", DeviceKind::kCpu, nullptr, nullptr, nullptr, internal::pack_rows_ref},
 };

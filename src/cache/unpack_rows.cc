@@ -9,6 +9,8 @@ namespace {
 constexpr char kOp[] = "unpack_rows";
 
 constexpr internal::Implementation<RowCodecProblem, UnpackRowsTensors> kImplementations[] = {
+    {"cuda_portable", DeviceKind::kCuda, internal::cuda_available, nullptr, nullptr, nullptr,
+     internal::unpack_rows_cuda_portable},
     {"cpu", DeviceKind::kCpu, nullptr, nullptr, nullptr, internal::unpack_rows_cpu},
     {"ref", DeviceKind::kCpu, nullptr, nullptr, nullptr, internal::unpack_rows_ref},
 };

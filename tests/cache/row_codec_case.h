@@ -12,6 +12,7 @@
 #include "fovea/row_codec.h"
 #include "tests/support/memory.h"
 #include "tests/support/rng.h"
+#include "tests/support/targets.h"
 
 /// Rows that break quantisers, and what the formats say about them, for the tests of pack_rows and
 /// unpack_rows.
@@ -25,12 +26,12 @@ inline int64_t width_of(RowFormat format) { return format == RowFormat::kI132 ? 
 
 inline void pack(const RowCodecProblem& problem, const PackRowsTensors& tensors,
                  const Options& options, int threads = 1) {
-  PackRows::plan(problem, Device::cpu(threads), options).run(tensors, {});
+  test::run(PackRows::plan(problem, test::device_of(options, threads), options), tensors);
 }
 
 inline void unpack(const RowCodecProblem& problem, const UnpackRowsTensors& tensors,
                    const Options& options, int threads = 1) {
-  UnpackRows::plan(problem, Device::cpu(threads), options).run(tensors, {});
+  test::run(UnpackRows::plan(problem, test::device_of(options, threads), options), tensors);
 }
 
 /// The e4m3 code nearest to a float by definition: all codes are tried, a tie goes to the even one,

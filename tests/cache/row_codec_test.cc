@@ -7,6 +7,7 @@
 
 #include "fovea/error.h"
 #include "tests/support/memory.h"
+#include "tests/support/targets.h"
 
 namespace fovea {
 namespace {
@@ -78,14 +79,14 @@ TEST(RowCodec, RefusesRopePartsThatMakeNoRowBeforeItWrites) {
   pool.fill_bytes(0x11);
   for (const RowFormat format : {RowFormat::kBf16, RowFormat::kV32, RowFormat::kF576}) {
     const PackRows plan = PackRows::plan({2, format, 1, 576}, cpu);
-    EXPECT_THROW(plan.run({whole, slots, pool, rope}, {}), Error);
-    EXPECT_THROW(plan.run({latent, slots, pool}, {}), Error);  // and nothing for the rest
-    EXPECT_THROW(plan.run({latent, slots, pool, Tensor(DType::kBf16, {3, 64})}, {}), Error);
-    EXPECT_THROW(plan.run({latent, slots, pool, Tensor(DType::kBf16, {1, 64})}, {}), Error);
-    EXPECT_THROW(plan.run({latent, slots, pool, Tensor(DType::kBf16, {2, 63})}, {}), Error);
-    EXPECT_THROW(plan.run({latent, slots, pool, Tensor(DType::kBf16, {2, 128})}, {}), Error);
-    EXPECT_THROW(plan.run({latent, slots, pool, Tensor(DType::kF32, {2, 64})}, {}), Error);
-    EXPECT_THROW(plan.run({latent, slots, pool, Tensor(DType::kBf16, {128})}, {}), Error);
+    EXPECT_THROW(test::run(plan, {whole, slots, pool, rope}), Error);
+    EXPECT_THROW(test::run(plan, {latent, slots, pool}), Error);  // and nothing for the rest
+    EXPECT_THROW(test::run(plan, {latent, slots, pool, Tensor(DType::kBf16, {3, 64})}), Error);
+    EXPECT_THROW(test::run(plan, {latent, slots, pool, Tensor(DType::kBf16, {1, 64})}), Error);
+    EXPECT_THROW(test::run(plan, {latent, slots, pool, Tensor(DType::kBf16, {2, 63})}), Error);
+    EXPECT_THROW(test::run(plan, {latent, slots, pool, Tensor(DType::kBf16, {2, 128})}), Error);
+    EXPECT_THROW(test::run(plan, {latent, slots, pool, Tensor(DType::kF32, {2, 64})}), Error);
+    EXPECT_THROW(test::run(plan, {latent, slots, pool, Tensor(DType::kBf16, {128})}), Error);
   }
   // Formats and widths without a rope part.
   const PackRows index = PackRows::plan({2, RowFormat::kI132, 1, 128}, cpu);
