@@ -11,6 +11,8 @@ namespace {
 constexpr char kOp[] = "index_gather";
 
 constexpr internal::Implementation<IndexCacheProblem, IndexGatherTensors> kImplementations[] = {
+    {"cuda_portable", DeviceKind::kCuda, internal::cuda_available, nullptr, nullptr, nullptr,
+     internal::index_gather_cuda_portable},
     {"cpu", DeviceKind::kCpu, nullptr, nullptr, nullptr, internal::index_gather_cpu},
     {"ref", DeviceKind::kCpu, nullptr, nullptr, nullptr, internal::index_gather_ref},
 };

@@ -14,6 +14,8 @@ namespace {
 constexpr char kOp[] = "index_logits";
 
 constexpr internal::Implementation<IndexLogitsProblem, IndexLogitsTensors> kImplementations[] = {
+    {"cuda_portable", DeviceKind::kCuda, internal::cuda_available, nullptr, nullptr, nullptr,
+     internal::index_logits_cuda_portable},
     {"cpu_avx512bf16", DeviceKind::kCpu, internal::index_logits_avx512bf16_available, nullptr,
      internal::index_logits_avx512bf16_bytes, internal::index_logits_avx512bf16},
     {"cpu", DeviceKind::kCpu, nullptr, nullptr, internal::index_logits_cpu_bytes,

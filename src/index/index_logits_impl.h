@@ -19,4 +19,9 @@ size_t index_logits_avx512bf16_bytes(const IndexLogitsProblem& problem, const De
 void index_logits_avx512bf16(const IndexLogitsProblem& problem, const Device& device,
                              const IndexLogitsTensors& tensors, Workspace workspace);
 
+/// Needs no workspace.
+void index_logits_cuda_portable(const IndexLogitsProblem& problem, const Device& device,
+                                const IndexLogitsTensors& tensors, Workspace workspace,
+                                Stream stream);
+
 }  // namespace fovea::internal

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "fovea/export.h"
 #include "fovea/index_cache.h"
 #include "fovea/tensor.h"
 
@@ -27,12 +28,12 @@ struct IndexPages {
         page_size(tokens_per_page),
         head_dim(code_bytes) {}
 
-  bool holds(int64_t page) const { return page >= 0 && page < num_pages; }
-  Byte* codes(int64_t page, int64_t offset) const {
+  FOVEA_HOST_DEVICE bool holds(int64_t page) const { return page >= 0 && page < num_pages; }
+  FOVEA_HOST_DEVICE Byte* codes(int64_t page, int64_t offset) const {
     return data + page * page_stride_bytes + offset * head_dim;
   }
   /// Four bytes, aligned only as far as page stride, page size and head dim happen to be.
-  Byte* scale(int64_t page, int64_t offset) const {
+  FOVEA_HOST_DEVICE Byte* scale(int64_t page, int64_t offset) const {
     return data + page * page_stride_bytes + page_size * head_dim + offset * 4;
   }
 };

@@ -16,6 +16,8 @@ constexpr char kOp[] = "index_quantize";
 
 constexpr internal::Implementation<IndexQuantizeProblem, IndexQuantizeTensors> kImplementations[] =
     {
+        {"cuda_portable", DeviceKind::kCuda, internal::cuda_available, nullptr, nullptr, nullptr,
+         internal::index_quantize_cuda_portable},
         {"cpu", DeviceKind::kCpu, nullptr, nullptr, internal::index_quantize_cpu_bytes,
          internal::index_quantize_cpu},
         {"ref", DeviceKind::kCpu, nullptr, nullptr, internal::index_quantize_ref_bytes,

@@ -16,4 +16,8 @@ size_t index_quantize_cpu_bytes(const IndexQuantizeProblem& problem, const Devic
 void index_quantize_cpu(const IndexQuantizeProblem& problem, const Device& device,
                         const IndexQuantizeTensors& tensors, Workspace workspace);
 
+void index_quantize_cuda_portable(const IndexQuantizeProblem& problem, const Device& device,
+                                  const IndexQuantizeTensors& tensors, Workspace workspace,
+                                  Stream stream);
+
 }  // namespace fovea::internal

@@ -15,15 +15,42 @@ namespace {
 
 constexpr char kOp[] = "index_select";
 
+// An implementation of the CPU as the driver calls it.
+template <auto run, class Problem, class Tensors>
+void on_cpu(const Problem& problem, const Device& device, const Tensors& tensors,
+            Workspace workspace, Stream) {
+  run(problem, device, tensors, workspace);
+}
+
+// Logits of a chunk that stay in the last cache between scoring and selection.
+constexpr int64_t kCachedLogitsBytes = int64_t{32} << 20;
+
 constexpr internal::IndexSelectParts kBf16Parts = {
-    internal::index_logits_avx512bf16, internal::index_logits_avx512bf16_bytes,
-    internal::topk_select_cpu, internal::topk_select_cpu_workspace};
+    .logits = on_cpu<internal::index_logits_avx512bf16>,
+    .logits_workspace = internal::index_logits_avx512bf16_bytes,
+    .topk = on_cpu<internal::topk_select_cpu>,
+    .topk_workspace = internal::topk_select_cpu_workspace,
+    .chunk_bytes = kCachedLogitsBytes};
 constexpr internal::IndexSelectParts kCpuParts = {
-    internal::index_logits_cpu, internal::index_logits_cpu_bytes, internal::topk_select_cpu,
-    internal::topk_select_cpu_workspace};
-constexpr internal::IndexSelectParts kRefParts = {internal::index_logits_ref, nullptr,
-                                                  internal::topk_select_ref,
-                                                  internal::topk_select_ref_workspace};
+    .logits = on_cpu<internal::index_logits_cpu>,
+    .logits_workspace = internal::index_logits_cpu_bytes,
+    .topk = on_cpu<internal::topk_select_cpu>,
+    .topk_workspace = internal::topk_select_cpu_workspace,
+    .chunk_bytes = kCachedLogitsBytes};
+constexpr internal::IndexSelectParts kRefParts = {
+    .logits = on_cpu<internal::index_logits_ref>,
+    .logits_workspace = nullptr,
+    .topk = on_cpu<internal::topk_select_ref>,
+    .topk_workspace = internal::topk_select_ref_workspace,
+    .chunk_bytes = kCachedLogitsBytes};
+// A GPU is filled by as many rows as the budget allows.
+constexpr internal::IndexSelectParts kCudaParts = {
+    .logits = internal::index_logits_cuda_portable,
+    .logits_workspace = nullptr,
+    .topk = internal::topk_select_cuda_portable,
+    .topk_workspace = internal::topk_select_cuda_workspace,
+    .fill = internal::fill_index_select_chunk_cuda,
+    .chunk_bytes = std::numeric_limits<int64_t>::max()};
 
 template <const internal::IndexSelectParts& parts>
 size_t workspace_of(const IndexSelectProblem& problem, const Device& device) {
@@ -31,12 +58,20 @@ size_t workspace_of(const IndexSelectProblem& problem, const Device& device) {
 }
 
 template <const internal::IndexSelectParts& parts>
+void launch_with(const IndexSelectProblem& problem, const Device& device,
+                 const IndexSelectTensors& tensors, Workspace workspace, Stream stream) {
+  internal::run_index_select(problem, device, tensors, workspace, stream, parts);
+}
+
+template <const internal::IndexSelectParts& parts>
 void run_with(const IndexSelectProblem& problem, const Device& device,
               const IndexSelectTensors& tensors, Workspace workspace) {
-  internal::run_index_select(problem, device, tensors, workspace, parts);
+  internal::run_index_select(problem, device, tensors, workspace, {}, parts);
 }
 
 constexpr internal::Implementation<IndexSelectProblem, IndexSelectTensors> kImplementations[] = {
+    {"cuda_portable", DeviceKind::kCuda, internal::cuda_available, nullptr,
+     workspace_of<kCudaParts>, nullptr, launch_with<kCudaParts>},
     {"cpu_avx512bf16", DeviceKind::kCpu, internal::index_logits_avx512bf16_available, nullptr,
      workspace_of<kBf16Parts>, run_with<kBf16Parts>},
     {"cpu", DeviceKind::kCpu, nullptr, nullptr, workspace_of<kCpuParts>, run_with<kCpuParts>},

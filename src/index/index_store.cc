@@ -11,6 +11,8 @@ namespace {
 constexpr char kOp[] = "index_store";
 
 constexpr internal::Implementation<IndexCacheProblem, IndexStoreTensors> kImplementations[] = {
+    {"cuda_portable", DeviceKind::kCuda, internal::cuda_available, nullptr, nullptr, nullptr,
+     internal::index_store_cuda_portable},
     {"cpu", DeviceKind::kCpu, nullptr, nullptr, nullptr, internal::index_store_cpu},
     {"ref", DeviceKind::kCpu, nullptr, nullptr, nullptr, internal::index_store_ref},
 };

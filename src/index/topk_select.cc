@@ -13,6 +13,8 @@ namespace {
 constexpr char kOp[] = "topk_select";
 
 constexpr internal::Implementation<TopkSelectProblem, TopkSelectTensors> kImplementations[] = {
+    {"cuda_portable", DeviceKind::kCuda, internal::cuda_available, nullptr,
+     internal::topk_select_cuda_workspace, nullptr, internal::topk_select_cuda_portable},
     {"cpu", DeviceKind::kCpu, nullptr, nullptr, internal::topk_select_cpu_workspace,
      internal::topk_select_cpu},
     {"ref", DeviceKind::kCpu, nullptr, nullptr, internal::topk_select_ref_workspace,

@@ -13,6 +13,11 @@ size_t topk_select_cpu_workspace(const TopkSelectProblem& problem, const Device&
 void topk_select_cpu(const TopkSelectProblem& problem, const Device& device,
                      const TopkSelectTensors& tensors, Workspace workspace);
 
+size_t topk_select_cuda_workspace(const TopkSelectProblem& problem, const Device& device);
+void topk_select_cuda_portable(const TopkSelectProblem& problem, const Device& device,
+                               const TopkSelectTensors& tensors, Workspace workspace,
+                               Stream stream);
+
 /// The checks of TopkSelect::run(), for operators that select through its implementations.
 void check_topk_select_problem(const char* op, const TopkSelectProblem& problem);
 void check_topk_transform_tensors(const char* op, const TopkSelectProblem& problem,

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <algorithm>
 #include <bit>
 #include <cstdint>
 #include <limits>
@@ -40,25 +39,36 @@ class TopkRows {
     table_ = access<const int32_t, 2>(by_token_ ? tensors.token_table : tensors.page_table);
   }
 
-  int64_t num_rows() const { return indices_.shape[0]; }
-  int64_t width() const { return width_; }
+  FOVEA_HOST_DEVICE int64_t num_rows() const { return indices_.shape[0]; }
+  FOVEA_HOST_DEVICE int64_t width() const { return width_; }
 
   /// The window of row t; empty for padding rows and, kPaged, for rows without a request.
-  TopkWindow window(int64_t t) const {
+  FOVEA_HOST_DEVICE TopkWindow window(int64_t t) const {
     if (t >= live_rows_) return {};
     if (transform_ == IndexTransform::kPaged) {
       const int64_t r = request(t);
       if (r < 0 || r >= table_.shape[0]) return {};
     }
     TopkWindow window;
-    if (row_start_) window.start = std::clamp<int64_t>(row_start_(t), 0, width_);
-    window.len = std::clamp<int64_t>(row_len_(t), 0, width_ - window.start);
+    if (row_start_) window.start = within(row_start_(t), width_);
+    window.len = within(row_len_(t), width_ - window.start);
     return window;
   }
 
   /// The logits of row t's window, which must not be empty.
-  const float* logits(int64_t t, const TopkWindow& window) const {
+  FOVEA_HOST_DEVICE const float* logits(int64_t t, const TopkWindow& window) const {
     return logits_.row(t) + window.start;
+  }
+
+  /// Row t of `indices`; there must be columns.
+  FOVEA_HOST_DEVICE int32_t* out(int64_t t) const { return indices_.row(t); }
+
+  /// What position `pos` of row t, within its window, becomes.
+  FOVEA_HOST_DEVICE int32_t index(int64_t t, int32_t pos) const {
+    if (transform_ == IndexTransform::kRagged) return index_or_hole(pos + int64_t{row_offset_(t)});
+    if (transform_ != IndexTransform::kPaged) return pos;
+    const int32_t* table = table_.row(request(t));
+    return by_token_ ? token(table, pos) : slot(table, pos);
   }
 
   /// Writes the whole of row t of `indices` from its selected positions, ascending.
@@ -76,9 +86,16 @@ class TopkRows {
   }
 
  private:
-  int64_t request(int64_t t) const { return row_to_request_ ? row_to_request_(t) : t; }
+  FOVEA_HOST_DEVICE int64_t request(int64_t t) const {
+    return row_to_request_ ? row_to_request_(t) : t;
+  }
 
-  static int32_t index_or_hole(int64_t index) {
+  /// `value` cut to [0, limit]; kernels have no stack for the references that std::clamp takes.
+  FOVEA_HOST_DEVICE static int64_t within(int64_t value, int64_t limit) {
+    return value < 0 ? 0 : value > limit ? limit : value;
+  }
+
+  FOVEA_HOST_DEVICE static int32_t index_or_hole(int64_t index) {
     return index >= 0 && index <= std::numeric_limits<int32_t>::max() ? static_cast<int32_t>(index)
                                                                       : -1;
   }
@@ -96,14 +113,16 @@ class TopkRows {
     for (int64_t i = count; i < topk_; ++i) out[i] = -1;
   }
 
-  int32_t token(const int32_t* table, int64_t pos) const {
+  FOVEA_HOST_DEVICE int32_t token(const int32_t* table, int64_t pos) const {
     return pos < table_.shape[1] ? index_or_hole(table[pos]) : -1;
   }
 
-  int32_t slot(const int32_t* table, int64_t pos) const {
+  FOVEA_HOST_DEVICE int32_t slot(const int32_t* table, int64_t pos) const {
     // A division takes longer than the rest of the row's entry; page sizes are mostly powers of
-    // two.
-    const int64_t column = page_shift_ >= 0 ? pos >> page_shift_ : pos / page_size_;
+    // two. Positions and page sizes are below 2^31.
+    const int64_t column = page_shift_ >= 0
+                               ? pos >> page_shift_
+                               : static_cast<uint32_t>(pos) / static_cast<uint32_t>(page_size_);
     if (column >= table_.shape[1] || table[column] < 0) return -1;
     return index_or_hole(table[column] * page_size_ + (pos - column * page_size_));
   }

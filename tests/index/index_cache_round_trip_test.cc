@@ -47,8 +47,8 @@ void expect_round_trip(int64_t page_size, const Options& store_options,
   const Tensor all_slots = Tensor::i32({total}, slots);
   Tensor pool(DType::kU8, {num_pages, page_bytes + surplus}), gathered_scales(DType::kF32, {total});
   pool.fill_bytes(0xFF);
-  const IndexStore store =
-      IndexStore::plan({total, head_dim, page_size}, Device::cpu(1), store_options);
+  const IndexStore store = IndexStore::plan({total, head_dim, page_size},
+                                            test::device_of(store_options, 1), store_options);
   const int64_t piece = page_size / 2 + 1;
   for (int64_t first = 0; first < total; first += piece) {
     const int64_t count = std::min(piece, total - first);
@@ -60,10 +60,10 @@ void expect_round_trip(int64_t page_size, const Options& store_options,
          pool},
         {});
   }
-  IndexGather::plan({total, head_dim, page_size}, Device::cpu(1), gather_options)
-      .run({pool, Tensor::i32({requests, table_width}, table),
-            Tensor::i32({requests + 1}, kv_indptr), gathered, gathered_scales},
-           {});
+  test::run(IndexGather::plan({total, head_dim, page_size}, test::device_of(gather_options, 1),
+                              gather_options),
+            {pool, Tensor::i32({requests, table_width}, table),
+             Tensor::i32({requests + 1}, kv_indptr), gathered, gathered_scales});
   EXPECT_EQ(gathered.bytes(), codes.bytes()) << "page " << page_size;
   EXPECT_EQ(gathered_scales.bytes(), scales.bytes()) << "page " << page_size;
   // Page 0 belongs to nobody, nor do the ends of the pages.

@@ -37,7 +37,7 @@ TensorView view_of(void* memory, DType dtype, std::initializer_list<int64_t> sha
 class IndexStoreTest : public test::TargetTest {
  protected:
   void store(const IndexCacheProblem& problem, const IndexStoreTensors& tensors, int threads = 1) {
-    IndexStore::plan(problem, Device::cpu(threads), GetParam().options()).run(tensors, {});
+    test::run(IndexStore::plan(problem, GetParam().device(threads), GetParam().options()), tensors);
   }
 };
 INSTANTIATE_TEST_SUITE_P(Targets, IndexStoreTest,
@@ -47,7 +47,8 @@ class IndexGatherTest : public test::TargetTest {
  protected:
   void gather(const IndexCacheProblem& problem, const IndexGatherTensors& tensors,
               int threads = 1) {
-    IndexGather::plan(problem, Device::cpu(threads), GetParam().options()).run(tensors, {});
+    test::run(IndexGather::plan(problem, GetParam().device(threads), GetParam().options()),
+              tensors);
   }
 };
 INSTANTIATE_TEST_SUITE_P(Targets, IndexGatherTest,
@@ -120,6 +121,7 @@ TEST_P(IndexStoreTest, TakesStridedRowsAndBothSlotTypes) {
 constexpr int64_t kFarPages[] = {254200, 254201, 508400, 508401};
 
 TEST_P(IndexStoreTest, ReachesPagesBeyondTwoToThe32Bytes) {
+  if (GetParam().kind == DeviceKind::kCuda) GTEST_SKIP() << test::kNoSparseMapping;
   constexpr int64_t kPageBytes = 8448;
   test::SparseMapping mapping(508402 * kPageBytes);
   auto* bytes = static_cast<uint8_t*>(mapping.data());
@@ -240,8 +242,9 @@ TEST_P(IndexGatherTest, StaysInsideTheOutputForAnyOffsets) {
     for (const std::string& implementation : {std::string("ref"), GetParam().implementation}) {
       std::memset(codes.data(), 0x11, 80);
       std::memset(scales.data(), 0x11, 40);
-      IndexGather::plan({10, 8, 4}, Device::cpu(3), {implementation})
-          .run({pool, page_table, Tensor::i32({4}, offsets), k_fp8, k_scale}, {});
+      test::run(
+          IndexGather::plan({10, 8, 4}, test::device_of({implementation}, 3), {implementation}),
+          {pool, page_table, Tensor::i32({4}, offsets), k_fp8, k_scale});
       const auto* bytes = static_cast<const uint8_t*>(codes.data());
       const std::vector<uint8_t> result(bytes, bytes + 80);
       if (first.empty()) first = result;
@@ -263,6 +266,7 @@ TEST_P(IndexGatherTest, ReadsOnlyTheTableColumnsItNeeds) {
 }
 
 TEST_P(IndexGatherTest, ReachesPagesBeyondTwoToThe32Bytes) {
+  if (GetParam().kind == DeviceKind::kCuda) GTEST_SKIP() << test::kNoSparseMapping;
   constexpr int64_t kPageBytes = 8448;
   test::SparseMapping mapping(508402 * kPageBytes);
   auto* bytes = static_cast<uint8_t*>(mapping.data());
@@ -290,11 +294,11 @@ TEST_P(IndexGatherTest, DoesNotAllocateAndDoesNotDependOnThreads) {
     Tensor wide(DType::kU8, {1024, 20}), k_scale(DType::kF32, {1024});
     const TensorView k_fp8 = view_of(wide.data<uint8_t>() + 3, DType::kU8, {1024, 12}, {20, 1});
     const IndexGather plan =
-        IndexGather::plan({1024, 12, 256}, Device::cpu(threads), GetParam().options());
+        IndexGather::plan({1024, 12, 256}, GetParam().device(threads), GetParam().options());
     const IndexGatherTensors tensors{pool, page_table, kv_indptr, k_fp8, k_scale};
-    plan.run(tensors, {});
+    test::run(plan, tensors);
     const test::AllocationCounter counter;
-    plan.run(tensors, {});
+    test::run(plan, tensors);
     EXPECT_EQ(counter.count(), 0);
     EXPECT_EQ(k_scale.values<float>(), filled.scales);
     for (size_t row = 0; row < 1024; ++row) {

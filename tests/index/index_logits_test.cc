@@ -32,7 +32,8 @@ std::vector<int32_t> constant(int64_t count, int64_t value) {
 class IndexLogitsTest : public test::TargetTest {
  protected:
   void run(const IndexLogitsProblem& problem, const IndexLogitsTensors& tensors, int threads = 1) {
-    const IndexLogits plan = IndexLogits::plan(problem, Device::cpu(threads), GetParam().options());
+    const IndexLogits plan =
+        IndexLogits::plan(problem, GetParam().device(threads), GetParam().options());
     HostBuffer buffer(plan.workspace_bytes());
     plan.run(tensors, buffer.workspace());
   }
@@ -335,6 +336,31 @@ TEST_P(IndexLogitsTest, LaterChunksSeeThePrefix) {
   }
 }
 
+TEST_P(IndexLogitsTest, WindowsThatOverlapInAChainAreScoredWhole) {
+  // Together the rows span more keys than the logits are wide.
+  const LogitsCase c(17, 9, 3, 128, 5600);
+  std::vector<int32_t> starts, ends;
+  for (int32_t t = 0; t < 9; ++t) {
+    starts.push_back(600 * t);
+    ends.push_back(t == 4 ? 600 * t : 600 * t + 700);  // row 4 is empty and breaks the chain
+  }
+  const Tensor logits = ragged(c, starts, ends, 700, 2);
+  for (int64_t t = 0; t < 9; ++t) {
+    if (t == 4) continue;
+    expect_row(c, logits, 700, t, 600 * t, std::min<int64_t>(600 * t + 700, 5600));
+  }
+}
+
+TEST_P(IndexLogitsTest, LongRowsOnTinyPagesHaveTheSameBits) {
+  const LogitsCase c(18, 2, 3, 128, 9000);
+  const Tensor whole = ragged(c, constant(2, 0), constant(2, 9000), 9000, 2);
+  expect_row(c, whole, 9000, 1, 0, 9000);
+  for (const int64_t page_size : {1, 3}) {
+    const LogitsCase::Pool pool = c.paged(page_size, 0, 9000, 0xFF);
+    EXPECT_EQ(paged(c, pool, constant(2, 9000), 9000, 2).bytes(), whole.bytes()) << page_size;
+  }
+}
+
 TEST_P(IndexLogitsTest, HonoursStridesAndReadsNothingOutside) {
   for (const int64_t dim : {128, 12, 7}) {
     const int64_t heads = 5, keys = 29;
@@ -376,6 +402,7 @@ TEST_P(IndexLogitsTest, HonoursStridesAndReadsNothingOutside) {
 }
 
 TEST_P(IndexLogitsTest, ReachesPoolsAndLogitsBeyondTwoToThe32Bytes) {
+  if (GetParam().kind == DeviceKind::kCuda) GTEST_SKIP() << test::kNoSparseMapping;
   const LogitsCase c(11, 1, 2, 128, 200);
   const Tensor expected = ragged(c, {0}, {200}, 200);
   const LogitsCase::Pool near = c.paged(64, 0, 200, 0);
@@ -453,7 +480,7 @@ TEST_P(IndexLogitsTest, StaysInsideItsWorkspaceWhateverTheInstructionSetOfThePla
     const Tensor start = i32(constant(9, 0)), end = i32(constant(9, 130));
     if (GetParam().implementation == "cpu") limit_cpu_isa(CpuIsa::kBaseline);
     const IndexLogits plan = IndexLogits::plan({IndexLayout::kRagged, 9, heads, 100},
-                                               Device::cpu(2), GetParam().options());
+                                               GetParam().device(2), GetParam().options());
     limit_cpu_isa(GetParam().isa);
     test::GuardedMemory memory(plan.workspace_bytes());  // a multiple of 64, so aligned to it
     plan.run(c.ragged(start, end, logits), {memory.data(), plan.workspace_bytes()});
@@ -468,7 +495,7 @@ TEST_P(IndexLogitsTest, DoesNotAllocateInRun) {
   const IndexLogitsTensors tensors = c.ragged(start, end, logits);
   for (const int threads : {1, 2, 3}) {
     const IndexLogits plan = IndexLogits::plan({IndexLayout::kRagged, 20, 8, 128},
-                                               Device::cpu(threads), GetParam().options());
+                                               GetParam().device(threads), GetParam().options());
     HostBuffer buffer(plan.workspace_bytes());
     plan.run(tensors, buffer.workspace());
     const test::AllocationCounter counter;

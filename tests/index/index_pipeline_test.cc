@@ -58,7 +58,8 @@ struct Scores {
     problem.hadamard = hadamard;
     problem.scale_mode = mode;
     const IndexQuantize quantize = IndexQuantize::plan(
-        problem, Device::cpu(threads), part_options("index_quantize", implementation));
+        problem, test::device_of(part_options("index_quantize", implementation), threads),
+        part_options("index_quantize", implementation));
     HostBuffer buffer(quantize.workspace_bytes());
     IndexQuantizeTensors queries;
     const Tensor q_in = Tensor::bf16({kRows, kHeads, kDim}, q),
@@ -91,7 +92,8 @@ struct Scores {
     tensors.k_end = end;
     tensors.logits = logits;
     const IndexLogits score =
-        IndexLogits::plan({IndexLayout::kRagged, kRows, kHeads, kDim}, Device::cpu(threads),
+        IndexLogits::plan({IndexLayout::kRagged, kRows, kHeads, kDim},
+                          test::device_of(part_options("index_logits", implementation), threads),
                           part_options("index_logits", implementation));
     buffer.reserve(score.workspace_bytes());
     score.run(tensors, buffer.workspace());

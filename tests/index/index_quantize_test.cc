@@ -99,7 +99,8 @@ class IndexQuantizeTest : public test::TargetTest {
   }
   static void run_as(const std::string& implementation, const IndexQuantizeProblem& problem,
                      const IndexQuantizeTensors& tensors, int threads = 1) {
-    const IndexQuantize plan = IndexQuantize::plan(problem, Device::cpu(threads), {implementation});
+    const IndexQuantize plan =
+        IndexQuantize::plan(problem, test::device_of({implementation}, threads), {implementation});
     HostBuffer buffer(plan.workspace_bytes());
     plan.run(tensors, buffer.workspace());
   }
@@ -476,7 +477,7 @@ TEST_P(IndexQuantizeTest, DoesNotAllocateInRun) {
   const IndexQuantizeTensors tensors = c.tensors();
   for (const int threads : {1, 2, 3}) {
     const IndexQuantize plan =
-        IndexQuantize::plan(problem, Device::cpu(threads), GetParam().options());
+        IndexQuantize::plan(problem, GetParam().device(threads), GetParam().options());
     HostBuffer buffer(plan.workspace_bytes());
     plan.run(tensors, buffer.workspace());
     const test::AllocationCounter counter;

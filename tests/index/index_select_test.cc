@@ -85,7 +85,7 @@ struct SelectCase {
   }
 
   std::vector<int32_t> select(const Options& options, int threads = 1) {
-    const IndexSelect plan = IndexSelect::plan(problem, Device::cpu(threads), options);
+    const IndexSelect plan = IndexSelect::plan(problem, test::device_of(options, threads), options);
     HostBuffer buffer(plan.workspace_bytes());
     indices.fill_bytes(0x55);
     plan.run(tensors(), buffer.workspace());
@@ -106,7 +106,8 @@ struct SelectCase {
     }
     const IndexLogits logits_plan =
         IndexLogits::plan({problem.layout, c.rows, c.heads, c.dim, problem.page_size},
-                          Device::cpu(1), part_options("index_logits", implementation));
+                          test::device_of(part_options("index_logits", implementation), 1),
+                          part_options("index_logits", implementation));
     HostBuffer buffer(logits_plan.workspace_bytes());
     logits_plan.run(scoring, buffer.workspace());
 
@@ -137,7 +138,8 @@ struct SelectCase {
     const int64_t table_page = all.token_table.defined() ? 0 : problem.page_size;
     const TopkSelect topk_plan = TopkSelect::plan(
         {problem.max_rows, problem.max_width, problem.topk, problem.transform, table_page},
-        Device::cpu(1), part_options("topk_select", implementation));
+        test::device_of(part_options("topk_select", implementation), 1),
+        part_options("topk_select", implementation));
     buffer.reserve(topk_plan.workspace_bytes());
     topk_plan.run(selection, buffer.workspace());
     return out.values<int32_t>();
@@ -260,7 +262,8 @@ TEST_P(IndexSelectTest, RowsThatSelectEverythingReadNoKeyAndNoQuery) {
   IndexSelectTensors tensors = ragged.tensors();
   tensors.q_fp8.data = tensors.head_weight.data = tensors.k_fp8.data = unreadable;
   tensors.k_scale.data = unreadable;
-  const IndexSelect plan = IndexSelect::plan(ragged.problem, Device::cpu(1), GetParam().options());
+  const IndexSelect plan =
+      IndexSelect::plan(ragged.problem, GetParam().device(1), GetParam().options());
   HostBuffer buffer(plan.workspace_bytes());
   plan.run(tensors, buffer.workspace());
   EXPECT_EQ(ragged.indices.values<int32_t>(),
@@ -322,7 +325,7 @@ TEST_P(IndexSelectTest, KnownFault20LaterChunksSelectFromTheWholePrefix) {
 
 TEST_P(IndexSelectTest, RunDoesNotAllocate) {
   SelectCase c = paged_case(IndexTransform::kPaged);
-  const IndexSelect plan = IndexSelect::plan(c.problem, Device::cpu(1), GetParam().options());
+  const IndexSelect plan = IndexSelect::plan(c.problem, GetParam().device(1), GetParam().options());
   HostBuffer buffer(plan.workspace_bytes());
   const IndexSelectTensors tensors = c.tensors();
   plan.run(tensors, buffer.workspace());
@@ -341,7 +344,7 @@ TEST_P(IndexSelectTest, LogitsWorkspaceStaysWithinItsBudget) {
   const auto bytes = [&](int64_t budget) {
     problem.logits_budget_bytes = budget;
     return static_cast<int64_t>(
-        IndexSelect::plan(problem, Device::cpu(1), GetParam().options()).workspace_bytes());
+        IndexSelect::plan(problem, GetParam().device(1), GetParam().options()).workspace_bytes());
   };
   const int64_t one_row = bytes(1);
   EXPECT_LE(bytes(int64_t{10} << 20) - one_row, int64_t{10} << 20);

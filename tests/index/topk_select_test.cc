@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "fovea/error.h"
+#include "fovea/stream.h"
 #include "src/index/topk_select_sample.h"
 #include "tests/index/topk_rows.h"
 #include "tests/support/memory.h"
@@ -45,7 +46,8 @@ std::vector<int32_t> row_of(const Tensor& indices, int64_t row, int64_t topk) {
 class TopkSelectTest : public test::TargetTest {
  protected:
   void run(const TopkSelectProblem& problem, const TopkSelectTensors& tensors, int threads = 1) {
-    const TopkSelect plan = TopkSelect::plan(problem, Device::cpu(threads), GetParam().options());
+    const TopkSelect plan =
+        TopkSelect::plan(problem, GetParam().device(threads), GetParam().options());
     HostBuffer buffer(plan.workspace_bytes());
     plan.run(tensors, buffer.workspace());
   }
@@ -175,6 +177,65 @@ TEST_P(FullTopkSelectTest, HostileRowsOfModelLengths) {
   check_hostile_rows(65536, 40000);
 }
 
+TEST_P(FullTopkSelectTest, RowsOfUpToMillionsOfColumns) {
+  for (const test::HostileRow& kind : test::hostile_rows()) {
+    if (kind.name != "normal" && kind.name != "relu" && kind.name != "any_bits") continue;
+    for (const int64_t length : {300'001, 700'001, 2'500'001}) {
+      const std::vector<float> row = test::make_row(kind, length, 21);
+      EXPECT_EQ(select(row, 2048), expected_row(row, 2048)) << kind.name << ", length " << length;
+    }
+  }
+}
+
+TEST_P(FullTopkSelectTest, RowsOfDifferentKindInAWideMatrix) {
+  // A row of every kind, each with its own start and length; nothing around the windows is a
+  // number.
+  const std::vector<test::HostileRow> kinds = test::hostile_rows();
+  const auto rows = static_cast<int64_t>(kinds.size());
+  const int64_t width = 300'001, topk = 512;
+  test::Rng rng(23);
+  std::vector<float> logits(static_cast<size_t>(rows * width), kNan);
+  std::vector<int32_t> lengths, starts;
+  std::vector<std::vector<int32_t>> expected;
+  for (int64_t t = 0; t < rows; ++t) {
+    const int64_t start = rng.integer(0, 5'000);
+    const int64_t len = t % 5 == 4 ? rng.integer(0, 6'000) : rng.integer(30'000, 290'000);
+    const std::vector<float> row = test::make_row(kinds[static_cast<size_t>(t)], len, 29);
+    std::copy(row.begin(), row.end(), logits.begin() + t * width + start);
+    starts.push_back(static_cast<int32_t>(start));
+    lengths.push_back(static_cast<int32_t>(len));
+    expected.push_back(expected_row(row, topk));
+  }
+  Tensor indices(DType::kI32, {rows + 1, topk});
+  run({rows + 1, width, topk}, {.logits = Tensor::f32({rows, width}, logits),
+                                .row_len = Tensor::i32({rows}, lengths),
+                                .row_start = Tensor::i32({rows}, starts),
+                                .indices = indices});
+  for (int64_t t = 0; t < rows; ++t) {
+    EXPECT_EQ(row_of(indices, t, topk), expected[static_cast<size_t>(t)])
+        << kinds[static_cast<size_t>(t)].name;
+  }
+  EXPECT_EQ(row_of(indices, rows, topk), std::vector<int32_t>(topk, -1));
+}
+
+TEST_P(FullTopkSelectTest, PlateausAtTheBoundaryOfLongRows) {
+  // Above the plateau stand fewer, exactly and more than topk - 1 entries; the plateau is zeros of
+  // both signs, NaN or the lowest numbers.
+  const int64_t length = 50'000, topk = 1000;
+  test::Rng rng(17);
+  for (const float level : {0.0f, kNan, -kInf, -3e38f, 5.0f}) {
+    for (const int64_t above : {0, 1, 500, 999, 1000, 1001}) {
+      std::vector<float> row(static_cast<size_t>(length), level);
+      for (int64_t i = 1; i < length; i += 2) row[static_cast<size_t>(i)] = -level;
+      if (!std::isnan(level) && level != 0.0f) std::fill(row.begin(), row.end(), level);
+      for (int64_t i = 0; i < above; ++i) {
+        row[static_cast<size_t>((i * 7919 + 13) % length)] = rng.uniform(6.0f, 7.0f);
+      }
+      EXPECT_EQ(select(row, topk), expected_row(row, topk)) << level << ", " << above << " above";
+    }
+  }
+}
+
 TEST_P(FullTopkSelectTest, AMisleadingSampleCostsNoEntry) {
   // The largest entries stand exactly where the sample looks, so that its threshold is too high.
   for (const int64_t length : {16384, 65536}) {
@@ -236,7 +297,8 @@ void check_random_problem(const TopkSelectProblem& limits, const test::Target& t
     starts.push_back(static_cast<int32_t>(rng.integer(-3, width + 3)));
   }
   Tensor indices(DType::kI32, {rows, topk});
-  const TopkSelect plan = TopkSelect::plan({rows, width, topk}, Device::cpu(1), target.options());
+  const TopkSelect plan =
+      TopkSelect::plan({rows, width, topk}, test::device_of(target.options(), 1), target.options());
   HostBuffer buffer(plan.workspace_bytes());
   plan.run({.logits = Tensor::f32({rows, width}, logits),
             .row_len = Tensor::i32({rows}, lengths),
@@ -426,7 +488,7 @@ TEST_P(TopkSelectTest, ReadsAndWritesNothingOutsideTheTensors) {
     const std::vector<float> row = rng.normals(width);
     std::copy(row.begin(), row.end(), static_cast<float*>(logits.data()));
     const TopkSelect plan =
-        TopkSelect::plan({1, width, topk}, Device::cpu(1), GetParam().options());
+        TopkSelect::plan({1, width, topk}, GetParam().device(1), GetParam().options());
     test::GuardedMemory scratch((plan.workspace_bytes() + 63) / 64 * 64);
     const Tensor row_len = Tensor::i32({1}, {static_cast<int32_t>(width)});
     plan.run(
@@ -494,6 +556,36 @@ TEST_P(TopkSelectTest, ARowDependsOnItselfAloneAndOnNoThreadCount) {
   }
 }
 
+TEST_P(TopkSelectTest, AGraphSelectsFromWhatTheTensorsHoldWhenItIsLaunched) {
+  // Captured on the plan's first run, with rows that need no selection.
+  const int64_t width = 9000, topk = 64;
+  const Device device = GetParam().device(1);
+  const TopkSelect plan = TopkSelect::plan({2, width, topk}, device, GetParam().options());
+  HostBuffer workspace(plan.workspace_bytes());
+  Tensor logits(DType::kF32, {2, width}), row_len(DType::kI32, {2}),
+      indices(DType::kI32, {2, topk});
+  const OwnedStream stream(device);
+  const Graph graph = Graph::capture(device, stream, [&](Stream captured) {
+    plan.run({.logits = logits, .row_len = row_len, .indices = indices}, workspace.workspace(),
+             captured);
+  });
+  test::Rng rng(19);
+  for (const int32_t len : {9000, 5, 8999, 70}) {
+    const std::vector<float> values = rng.normals(2 * width);
+    std::copy(values.begin(), values.end(), logits.data<float>());
+    row_len.data<int32_t>()[0] = len;
+    row_len.data<int32_t>()[1] = 9000 - len;
+    indices.fill_bytes(0x55);
+    graph.launch(stream);
+    stream.synchronize();
+    for (int64_t t = 0; t < 2; ++t) {
+      const auto begin = values.begin() + t * width;
+      EXPECT_EQ(row_of(indices, t, topk),
+                expected_row({begin, begin + row_len.data<int32_t>()[t]}, topk));
+    }
+  }
+}
+
 TEST_P(TopkSelectTest, RunDoesNotAllocate) {
   test::Rng rng(10);
   const Tensor logits = Tensor::f32({4, 5000}, rng.normals(4 * 5000));
@@ -509,7 +601,7 @@ TEST_P(TopkSelectTest, RunDoesNotAllocate) {
   for (const IndexTransform transform :
        {IndexTransform::kLocal, IndexTransform::kPaged, IndexTransform::kRagged}) {
     const TopkSelect plan =
-        TopkSelect::plan({4, 5000, 300, transform, 64}, Device::cpu(1), GetParam().options());
+        TopkSelect::plan({4, 5000, 300, transform, 64}, GetParam().device(1), GetParam().options());
     HostBuffer buffer(plan.workspace_bytes());
     plan.run(tensors, buffer.workspace());
     const test::AllocationCounter counter;
@@ -519,6 +611,7 @@ TEST_P(TopkSelectTest, RunDoesNotAllocate) {
 }
 
 TEST_P(TopkSelectTest, KnownFault6RowsBeyondFourGigabytes) {
+  if (GetParam().kind == DeviceKind::kCuda) GTEST_SKIP() << test::kNoSparseMapping;
   // A score matrix 262144 wide: row 8192 starts at byte 2^33.
   const int64_t width = 262144, row = 8192, topk = 3;
   test::SparseMapping mapping(static_cast<size_t>((row + 1) * width * 4));
