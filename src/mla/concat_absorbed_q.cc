@@ -12,6 +12,8 @@ constexpr char kOp[] = "concat_absorbed_q";
 
 constexpr internal::Implementation<ConcatAbsorbedQProblem, ConcatAbsorbedQTensors>
     kImplementations[] = {
+        {"cuda_portable", DeviceKind::kCuda, internal::cuda_available, nullptr, nullptr, nullptr,
+         internal::concat_absorbed_q_cuda_portable},
         {"cpu", DeviceKind::kCpu, nullptr, nullptr, nullptr, internal::concat_absorbed_q_cpu},
         {"ref", DeviceKind::kCpu, nullptr, nullptr, nullptr, internal::concat_absorbed_q_ref},
 };

@@ -10,6 +10,8 @@ namespace {
 constexpr char kOp[] = "merge_lse";
 
 constexpr internal::Implementation<MergeLseProblem, MergeLseTensors> kImplementations[] = {
+    {"cuda_portable", DeviceKind::kCuda, internal::cuda_available, nullptr, nullptr, nullptr,
+     internal::merge_lse_cuda_portable},
     {"cpu", DeviceKind::kCpu, nullptr, nullptr, internal::merge_lse_cpu_workspace_bytes,
      internal::merge_lse_cpu},
     {"ref", DeviceKind::kCpu, nullptr, nullptr, nullptr, internal::merge_lse_ref},

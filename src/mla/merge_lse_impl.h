@@ -9,6 +9,8 @@ void merge_lse_ref(const MergeLseProblem& problem, const Device& device,
                    const MergeLseTensors& tensors, Workspace workspace);
 void merge_lse_cpu(const MergeLseProblem& problem, const Device& device,
                    const MergeLseTensors& tensors, Workspace workspace);
+void merge_lse_cuda_portable(const MergeLseProblem& problem, const Device& device,
+                             const MergeLseTensors& tensors, Workspace workspace, Stream stream);
 
 /// Workspace of merge_lse_cpu: the weights of all parts, once per worker, each on cache lines of
 /// its own.

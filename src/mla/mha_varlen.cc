@@ -12,6 +12,9 @@ namespace {
 constexpr char kOp[] = "mha_varlen";
 
 constexpr internal::Implementation<MhaVarlenProblem, MhaVarlenTensors> kImplementations[] = {
+    {"cuda_portable", DeviceKind::kCuda, internal::cuda_available,
+     internal::mha_varlen_cuda_supports, internal::mha_varlen_cuda_workspace, nullptr,
+     internal::mha_varlen_cuda_portable},
     {"cpu", DeviceKind::kCpu, nullptr, nullptr, internal::mha_varlen_cpu_workspace,
      internal::mha_varlen_cpu},
     {"ref", DeviceKind::kCpu, nullptr, nullptr, internal::mha_varlen_ref_workspace,

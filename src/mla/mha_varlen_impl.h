@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "fovea/mha_varlen.h"
+#include "src/core/implementation_list.h"
 
 /// The implementations of mha_varlen.
 namespace fovea::internal {
@@ -15,6 +16,11 @@ void mha_varlen_ref(const MhaVarlenProblem& problem, const Device& device,
 size_t mha_varlen_cpu_workspace(const MhaVarlenProblem& problem, const Device& device);
 void mha_varlen_cpu(const MhaVarlenProblem& problem, const Device& device,
                     const MhaVarlenTensors& tensors, Workspace workspace);
+
+Refusal mha_varlen_cuda_supports(const MhaVarlenProblem& problem);
+size_t mha_varlen_cuda_workspace(const MhaVarlenProblem& problem, const Device& device);
+void mha_varlen_cuda_portable(const MhaVarlenProblem& problem, const Device& device,
+                              const MhaVarlenTensors& tensors, Workspace workspace, Stream stream);
 
 /// The part [begin, end) of an axis that one request owns.
 struct RequestRange {

@@ -16,10 +16,16 @@ void concat_absorbed_q_ref(const ConcatAbsorbedQProblem& problem, const Device& 
                            const ConcatAbsorbedQTensors& tensors, Workspace workspace);
 void concat_absorbed_q_cpu(const ConcatAbsorbedQProblem& problem, const Device& device,
                            const ConcatAbsorbedQTensors& tensors, Workspace workspace);
+void concat_absorbed_q_cuda_portable(const ConcatAbsorbedQProblem& problem, const Device& device,
+                                     const ConcatAbsorbedQTensors& tensors, Workspace workspace,
+                                     Stream stream);
 
 void mla_rope_quantize_ref(const MlaRopeQuantizeProblem& problem, const Device& device,
                            const MlaRopeQuantizeTensors& tensors, Workspace workspace);
 void mla_rope_quantize_cpu(const MlaRopeQuantizeProblem& problem, const Device& device,
                            const MlaRopeQuantizeTensors& tensors, Workspace workspace);
+void mla_rope_quantize_cuda_portable(const MlaRopeQuantizeProblem& problem, const Device& device,
+                                     const MlaRopeQuantizeTensors& tensors, Workspace workspace,
+                                     Stream stream);
 
 }  // namespace fovea::internal

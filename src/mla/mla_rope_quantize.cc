@@ -12,6 +12,8 @@ constexpr char kOp[] = "mla_rope_quantize";
 
 constexpr internal::Implementation<MlaRopeQuantizeProblem, MlaRopeQuantizeTensors>
     kImplementations[] = {
+        {"cuda_portable", DeviceKind::kCuda, internal::cuda_available, nullptr, nullptr, nullptr,
+         internal::mla_rope_quantize_cuda_portable},
         {"cpu", DeviceKind::kCpu, nullptr, nullptr, nullptr, internal::mla_rope_quantize_cpu},
         {"ref", DeviceKind::kCpu, nullptr, nullptr, nullptr, internal::mla_rope_quantize_ref},
 };

@@ -3,13 +3,15 @@
 #include <cmath>
 #include <limits>
 
+#include "fovea/export.h"
+
 namespace fovea::internal {
 
 /// 1 / (1 + exp(sink - lse)): what the attention sink leaves of the output. Both in natural-log
 /// units; 0 for an empty row (lse = -inf) whatever the sink is. The subtraction comes first, so
 /// that no large sink overflows.
 template <class Real>
-Real sink_factor(Real sink, Real lse) {
+FOVEA_HOST_DEVICE Real sink_factor(Real sink, Real lse) {
   if (lse == -std::numeric_limits<Real>::infinity()) return Real{0};
   const Real x = sink - lse;
   if (x > 0) {

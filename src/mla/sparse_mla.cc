@@ -23,6 +23,9 @@ internal::Refusal refuse_logit_cap(const SparseMlaProblem& problem) {
 }
 
 constexpr internal::Implementation<SparseMlaProblem, SparseMlaTensors> kImplementations[] = {
+    {"cuda_portable", DeviceKind::kCuda, internal::cuda_available,
+     internal::sparse_mla_cuda_supports, internal::sparse_mla_cuda_workspace, nullptr,
+     internal::sparse_mla_cuda_portable},
     {"cpu_avx512bf16", DeviceKind::kCpu, internal::sparse_mla_cpu_avx512bf16_available,
      refuse_logit_cap, internal::sparse_mla_cpu_avx512bf16_workspace,
      internal::sparse_mla_cpu_avx512bf16},
@@ -222,7 +225,7 @@ SparseMlaSegment extra_segment(const SparseMlaProblem& problem, const SparseMlaT
 }  // namespace internal
 
 bool SparseMla::reads_split_schedule() const noexcept {
-  return problem().split_parts > 0 && implementation().name != "ref";
+  return problem().split_parts > 0 && implementation().name.starts_with("cpu");
 }
 
 SparseMla SparseMla::plan(const SparseMlaProblem& problem, const Device& device,

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "fovea/export.h"
 #include "src/mla/sparse_mla_cache.h"
 
 /// How the SIMD implementations of sparse_mla cut a row's key list: slots into blocks of 64, blocks
@@ -29,7 +30,7 @@ struct RowParts {
   int64_t begin_block = 0;      // of the piece that is cut; the whole row by default
   int64_t end_block = 0;
 
-  RowParts(int64_t slots0, int64_t slots1, int64_t fixed_splits)
+  FOVEA_HOST_DEVICE RowParts(int64_t slots0, int64_t slots1, int64_t fixed_splits)
       : primary_slots(slots0),
         primary_blocks((slots0 + kBlockSlots - 1) / kBlockSlots),
         extra_slots(slots1),
@@ -53,15 +54,16 @@ struct RowParts {
   }
 
   /// First block of a part; of num_parts: the end.
-  int64_t first_block(int64_t part) const {
+  FOVEA_HOST_DEVICE int64_t first_block(int64_t part) const {
     if (blocks_per_part == 0) return num_blocks * part / num_parts;
     return std::min(end_block, begin_block + part * blocks_per_part);
   }
 
  private:
-  void cut_piece() {
+  FOVEA_HOST_DEVICE void cut_piece() {
     const int64_t blocks = end_block - begin_block;
-    blocks_per_part = std::max(kPartBlocks, (blocks + kMaxParts - 1) / kMaxParts);
+    const int64_t sixteenth = (blocks + kMaxParts - 1) / kMaxParts;
+    blocks_per_part = sixteenth > kPartBlocks ? sixteenth : kPartBlocks;
     num_parts = (blocks + blocks_per_part - 1) / blocks_per_part;
   }
 };

@@ -20,7 +20,7 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 class MergeLseTest : public test::TargetTest {
  protected:
   void merge(const MergeLseProblem& problem, const MergeLseTensors& tensors, int threads = 1) {
-    const MergeLse plan = MergeLse::plan(problem, Device::cpu(threads), GetParam().options());
+    const MergeLse plan = MergeLse::plan(problem, GetParam().device(threads), GetParam().options());
     HostBuffer buffer(plan.workspace_bytes());
     plan.run(tensors, buffer.workspace());
   }
@@ -81,8 +81,8 @@ TEST_P(MergeLseTest, AgreesWithTheReferenceForAnyThreadCount) {
     const Tensor sink = Tensor::f32({5}, {1.0f, kInf, -kInf, 1e38f, -30.0f});
     Tensor expected(dtype, {3, 5, 77}), expected_lse(DType::kF32, {3, 5});
     const MergeLseProblem problem{7, 3, 5, 77, dtype};
-    MergeLse::plan(problem, Device::cpu(1), {"ref"})
-        .run({parts, lse_parts, sink, expected, expected_lse}, {});
+    test::run(MergeLse::plan(problem, Device::cpu(1), {"ref"}),
+              {parts, lse_parts, sink, expected, expected_lse});
     Tensor first;
     for (const int threads : {1, 2, 3}) {
       Tensor out(dtype, {3, 5, 77}), lse(DType::kF32, {3, 5});

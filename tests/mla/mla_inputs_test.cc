@@ -57,7 +57,7 @@ class ConcatAbsorbedQTest : public test::TargetTest {
   void run(const ConcatAbsorbedQProblem& problem, const ConcatAbsorbedQTensors& tensors,
            int threads) {
     const ConcatAbsorbedQ plan =
-        ConcatAbsorbedQ::plan(problem, Device::cpu(threads), GetParam().options());
+        ConcatAbsorbedQ::plan(problem, GetParam().device(threads), GetParam().options());
     EXPECT_EQ(plan.workspace_bytes(), 0u);
     plan.run(tensors, Workspace{});
   }
@@ -177,7 +177,7 @@ class MlaRopeQuantizeTest : public test::TargetTest {
   }
   static void run_as(const std::string& implementation, const MlaRopeQuantizeProblem& problem,
                      const MlaRopeQuantizeTensors& tensors, int threads = 1) {
-    MlaRopeQuantize::plan(problem, Device::cpu(threads), {implementation})
+    MlaRopeQuantize::plan(problem, test::device_of({implementation}, threads), {implementation})
         .run(tensors, Workspace{});
   }
   static MlaRopeQuantizeProblem problem_of(const RopeCase& c, RopeStyle style, float q_scale = 1,

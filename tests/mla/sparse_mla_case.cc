@@ -8,6 +8,7 @@
 
 #include "fovea/metadata.h"
 #include "fovea/numeric.h"
+#include "tests/support/targets.h"
 
 namespace fovea::test {
 namespace {
@@ -310,7 +311,7 @@ SparseMlaTensors SparseMlaCase::tensors(int64_t begin, int64_t end, Buffers& buf
 
 Outputs SparseMlaCase::run(const SparseMlaProblem& problem, const SparseMlaTensors& tensors,
                            const Options& options, int threads) {
-  const SparseMla plan = SparseMla::plan(problem, Device::cpu(threads), options);
+  const SparseMla plan = SparseMla::plan(problem, test::device_of(options, threads), options);
   // Whole lines of 64 bytes, so that the workspace is aligned and ends at a guard page.
   const size_t bytes = plan.workspace_bytes();
   EXPECT_EQ(bytes % 64, 0u);
@@ -364,7 +365,7 @@ Outputs SparseMlaCase::run_head(const Options& options, int64_t head) {
 int64_t SparseMlaCase::count_allocations(const Options& options, int threads) {
   Buffers buffers;
   const SparseMlaTensors tensors = this->tensors(0, spec_.rows, buffers);
-  const SparseMla plan = SparseMla::plan(problem(), Device::cpu(threads), options);
+  const SparseMla plan = SparseMla::plan(problem(), test::device_of(options, threads), options);
   HostBuffer scratch(plan.workspace_bytes());
   // The thread pool allocates on its first use, which need not meet every thread.
   for (int i = 0; i < 20; ++i) plan.run(tensors, scratch.workspace());

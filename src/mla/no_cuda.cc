@@ -1,0 +1,39 @@
+#include "src/core/no_cuda.h"
+
+#include "src/mla/merge_lse_impl.h"
+#include "src/mla/mha_varlen_impl.h"
+#include "src/mla/mla_inputs_impl.h"
+#include "src/mla/sparse_mla_impl.h"
+
+// The kernels of the room in a build without CUDA: plan() never chooses them.
+namespace fovea::internal {
+
+void merge_lse_cuda_portable(const MergeLseProblem&, const Device&, const MergeLseTensors&,
+                             Workspace, Stream) {
+  without_cuda("merge_lse");
+}
+
+void concat_absorbed_q_cuda_portable(const ConcatAbsorbedQProblem&, const Device&,
+                                     const ConcatAbsorbedQTensors&, Workspace, Stream) {
+  without_cuda("concat_absorbed_q");
+}
+void mla_rope_quantize_cuda_portable(const MlaRopeQuantizeProblem&, const Device&,
+                                     const MlaRopeQuantizeTensors&, Workspace, Stream) {
+  without_cuda("mla_rope_quantize");
+}
+
+Refusal mha_varlen_cuda_supports(const MhaVarlenProblem&) { return {}; }
+size_t mha_varlen_cuda_workspace(const MhaVarlenProblem&, const Device&) { return 0; }
+void mha_varlen_cuda_portable(const MhaVarlenProblem&, const Device&, const MhaVarlenTensors&,
+                              Workspace, Stream) {
+  without_cuda("mha_varlen");
+}
+
+Refusal sparse_mla_cuda_supports(const SparseMlaProblem&) { return {}; }
+size_t sparse_mla_cuda_workspace(const SparseMlaProblem&, const Device&) { return 0; }
+void sparse_mla_cuda_portable(const SparseMlaProblem&, const Device&, const SparseMlaTensors&,
+                              Workspace, Stream) {
+  without_cuda("sparse_mla");
+}
+
+}  // namespace fovea::internal
