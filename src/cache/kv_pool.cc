@@ -46,8 +46,7 @@ void KvPool::Unmap::operator()(void* data) const noexcept { internal::unmap_zero
 
 TensorView KvPool::layer(int64_t layer) {
   internal::check_range(kName, "layer", layer, 0, config_.num_layers - 1);
-  char* const base =
-      static_cast<char*>(memory_ != nullptr ? memory_.get() : device_memory_.data());
+  char* const base = static_cast<char*>(memory_ != nullptr ? memory_.get() : device_memory_.data());
   return make_tensor(base + layer * layer_bytes_, DType::kU8, {config_.num_pages, page_bytes_});
 }
 
