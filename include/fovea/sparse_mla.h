@@ -38,7 +38,8 @@ struct SparseMlaProblem {
   float logit_cap = 0;  ///< > 0: cap(s) = logit_cap * tanh(s / logit_cap); 0: cap(s) = s.
   /// n > 0: every row's 64-slot blocks are cut into n contiguous parts (some may be empty) that are
   /// merged in order; changes rounding only. 0: parts of 4 blocks, at most 16 of them (a row of
-  /// more than 64 blocks has longer parts).
+  /// more than 64 blocks has longer parts); on a GPU as many as max_rows and num_heads ask for, the
+  /// same for every row of a plan.
   int64_t fixed_splits = 0;
   /// P > 0: work is cut and shared out as split_schedule says (SplitScheduleProblem::parts), which
   /// balances rows of uneven length and ties a row's rounding to its batch. At most 65536; not

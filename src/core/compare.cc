@@ -3,39 +3,10 @@
 #include <cmath>
 #include <cstdio>
 
-#include "fovea/numeric.h"
+#include "src/core/element.h"
 
 namespace fovea {
 namespace {
-
-int64_t offset_of(const TensorShape& tensor, int64_t flat) {
-  int64_t offset = 0;
-  for (int axis = tensor.rank - 1; axis >= 0; --axis) {
-    const auto i = static_cast<size_t>(axis);
-    offset += flat % tensor.shape[i] * tensor.stride[i];
-    flat /= tensor.shape[i];
-  }
-  return offset;
-}
-
-double element(const ConstTensorView& tensor, int64_t flat) {
-  const int64_t offset = offset_of(tensor, flat);
-  switch (tensor.dtype) {
-    case DType::kU8:
-      return static_cast<const uint8_t*>(tensor.data)[offset];
-    case DType::kI32:
-      return static_cast<const int32_t*>(tensor.data)[offset];
-    case DType::kI64:
-      return static_cast<double>(static_cast<const int64_t*>(tensor.data)[offset]);
-    case DType::kF32:
-      return static_cast<const float*>(tensor.data)[offset];
-    case DType::kBf16:
-      return bf16_to_float(static_cast<const bf16_t*>(tensor.data)[offset]);
-    case DType::kNone:
-      break;
-  }
-  return 0;
-}
 
 bool same_type_and_shape(const TensorShape& a, const TensorShape& b) {
   if (a.dtype != b.dtype || a.rank != b.rank) return false;
@@ -128,8 +99,8 @@ Comparison compare(const ConstTensorView& actual, const ConstTensorView& referen
     return {false, 0, "is " + to_string(actual) + ", expected " + to_string(reference)};
   }
   return compare_elements(
-      reference, [&](int64_t i) { return element(actual, i); },
-      [&](int64_t i) { return element(reference, i); }, tolerance);
+      reference, [&](int64_t i) { return internal::element(actual, i); },
+      [&](int64_t i) { return internal::element(reference, i); }, tolerance);
 }
 
 Comparison compare(std::span<const double> actual, std::span<const double> reference,
