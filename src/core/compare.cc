@@ -20,7 +20,8 @@ std::string position(const TensorShape& tensor, int64_t flat) {
   std::string text;
   for (int axis = tensor.rank - 1; axis >= 0; --axis) {
     const int64_t extent = tensor.shape[static_cast<size_t>(axis)];
-    text = std::to_string(flat % extent) + (text.empty() ? "" : ", ") + text;
+    if (!text.empty()) text.insert(0, ", ");
+    text.insert(0, std::to_string(flat % extent));
     flat /= extent;
   }
   return "[" + text + "]";
