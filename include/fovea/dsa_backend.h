@@ -332,6 +332,9 @@ struct OperatorCall {
 ///
 /// Device contents (lengths, tables, slots) are never trusted and never an error. One backend
 /// serves one stream of steps; it is not thread-safe.
+///
+/// `stream` of begin_step and forward is where a GPU gets its work; the CPU runs in the calling
+/// thread and ignores it.
 class FOVEA_API DsaBackend {
  public:
   /// Throws Error(kInvalidArgument / kUnsupported) for a configuration that no operator supports,
@@ -351,24 +354,26 @@ class FOVEA_API DsaBackend {
   /// configuration or host lengths break an invariant (L >= rows >= 0, sum of rows = E, max L <=
   /// W); Error(kUnsupported) for a mode; with verify_metadata Error(kMismatch). Then nothing
   /// changed: the previous step stays current (after kMismatch: its arrays are the refreshed ones).
-  void begin_step(const ForwardBatch& batch);
+  void begin_step(const ForwardBatch& batch, Stream stream = {});
 
   /// The same into a plan of the bucket (mode, R, N); afterwards `forward(plan, ...)` runs the
   /// step.
-  void begin_step(const ForwardBatch& batch, DsaStepPlan* plan);
+  void begin_step(const ForwardBatch& batch, DsaStepPlan* plan, Stream stream = {});
 
   /// Refreshes the plans of a chain of drafts, 0 to 8 of them, in one call: `batch` is a kDecode
   /// batch whose seq_len is the committed length before the chain, without positions and
   /// out_cache_loc. Without steps nothing is launched. Throws as begin_step, and for two steps that
   /// name one plan.
-  void begin_draft_steps(const ForwardBatch& batch, std::span<const DraftStep> steps);
+  void begin_draft_steps(const ForwardBatch& batch, std::span<const DraftStep> steps,
+                         Stream stream = {});
 
   /// Stores the new rows, selects, attends. Store precedes scoring: a row sees its own key.
   ///
   /// Throws Error(kInvalidArgument) before anything is written when a tensor is missing or does not
   /// fit, or no step has begun.
-  void forward(const DsaLayer& layer, const DsaForwardTensors& tensors);
-  void forward(const DsaStepPlan& plan, const DsaLayer& layer, const DsaForwardTensors& tensors);
+  void forward(const DsaLayer& layer, const DsaForwardTensors& tensors, Stream stream = {});
+  void forward(const DsaStepPlan& plan, const DsaLayer& layer, const DsaForwardTensors& tensors,
+               Stream stream = {});
 
   const DsaConfig& config() const noexcept;
   const DsaDispatch& dispatch() const noexcept;  ///< of the current step

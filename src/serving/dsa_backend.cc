@@ -327,16 +327,20 @@ DsaStepPlan DsaBackend::make_step_plan(const StepBucket& bucket) const {
   return DsaStepPlan(std::move(plan));
 }
 
-void DsaBackend::begin_step(const ForwardBatch& batch) {
+void DsaBackend::begin_step(const ForwardBatch& batch, Stream stream) {
+  state_->caller.enter(stream);
   state_->begin(state_->prepare(batch, &state_->own));
 }
 
-void DsaBackend::begin_step(const ForwardBatch& batch, DsaStepPlan* plan) {
+void DsaBackend::begin_step(const ForwardBatch& batch, DsaStepPlan* plan, Stream stream) {
+  state_->caller.enter(stream);
   if (plan == nullptr) internal::invalid(internal::kDsaOp, "plan is null");
   state_->begin(state_->prepare(batch, state_->step_of(plan->state_)));
 }
 
-void DsaBackend::begin_draft_steps(const ForwardBatch& batch, std::span<const DraftStep> steps) {
+void DsaBackend::begin_draft_steps(const ForwardBatch& batch, std::span<const DraftStep> steps,
+                                   Stream stream) {
+  state_->caller.enter(stream);
   internal::check_draft_steps(batch, steps);
   std::array<NextStep, kMaxRefreshSteps> next;
   for (size_t i = 0; i < steps.size(); ++i) {
@@ -349,12 +353,14 @@ void DsaBackend::begin_draft_steps(const ForwardBatch& batch, std::span<const Dr
   if (!steps.empty()) state_->begin({next.data(), steps.size()});
 }
 
-void DsaBackend::forward(const DsaLayer& layer, const DsaForwardTensors& tensors) {
+void DsaBackend::forward(const DsaLayer& layer, const DsaForwardTensors& tensors, Stream stream) {
+  state_->caller.enter(stream);
   state_->forward(state_->own, layer, tensors);
 }
 
 void DsaBackend::forward(const DsaStepPlan& plan, const DsaLayer& layer,
-                         const DsaForwardTensors& tensors) {
+                         const DsaForwardTensors& tensors, Stream stream) {
+  state_->caller.enter(stream);
   state_->forward(*state_->step_of(plan.state_), layer, tensors);
 }
 

@@ -25,13 +25,15 @@ class OperatorCaller {
   /// Room for every plan that will be called.
   void reserve(size_t workspace_bytes) { workspace_.reserve(workspace_bytes); }
   void set_profile(std::vector<OperatorCall>* profile) { profile_ = profile; }
+  /// Where the operators of the calls that follow are submitted.
+  void enter(Stream stream) { stream_ = stream; }
 
   template <class Plan>
   void call(const char* name, const Plan& plan, const typename Plan::Tensors& tensors,
             FunctionRef<OperatorWork()> work) {
     const auto run = [&]() -> std::string_view {
       try {
-        plan.run(tensors, workspace_.workspace());
+        plan.run(tensors, workspace_.workspace(), stream_);
         end_launch();
       } catch (const Error& error) {
         return run_next(name, plan, tensors, error);
@@ -71,7 +73,7 @@ class OperatorCaller {
     const Plan plan = Plan::plan(failed.problem(), device_, Options{*next});
     workspace_.reserve(plan.workspace_bytes());
     try {
-      plan.run(tensors, workspace_.workspace());
+      plan.run(tensors, workspace_.workspace(), stream_);
     } catch (const Error& again) {
       return run_next(name, plan, tensors, again);
     }
@@ -81,6 +83,7 @@ class OperatorCaller {
   Device device_;
   const OperatorOptions& options_;
   bool follow_;
+  Stream stream_;
   HostBuffer workspace_;
   std::vector<OperatorCall>* profile_ = nullptr;
 };
