@@ -12,6 +12,7 @@
 #include "fovea/error.h"
 #include "fovea/implementation.h"
 #include "fovea/json.h"
+#include "fovea/replay.h"
 #include "fovea/version.h"
 
 namespace fovea::cli {
@@ -38,6 +39,8 @@ void print_json() {
   }
   Json ops = Json::array();
   for (const OperatorInfo& op : operators()) ops.push(to_json(op));
+  Json models = Json::array();
+  for (const std::string& name : replay_models()) models.push(name);
   const Device cpu = Device::cpu();
   const Json result = Json::object(
       {{"version", version()},
@@ -45,6 +48,7 @@ void print_json() {
                                               {"threads", cpu.num_threads},
                                               {"instruction_sets", std::move(isas)},
                                               {"in_use", to_string(current_cpu_isa())}})})},
+       {"replay_models", std::move(models)},
        {"operators", std::move(ops)}});
   fmt::print("{}\n", result.dump(2));
 }
@@ -65,6 +69,7 @@ void print_text() {
                static_cast<double>(memory.free_bytes) / (1 << 30),
                static_cast<double>(memory.total_bytes) / (1 << 30));
   }
+  fmt::print("replay models: {}\n\n", fmt::join(replay_models(), " "));
   fmt::print("{:<8} {:<18} implementations, best first\n", "room", "operator");
   for (const OperatorInfo& op : operators()) {
     std::string names;

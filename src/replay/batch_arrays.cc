@@ -93,12 +93,12 @@ ConstTensorView BatchArrays::positions() const { return i32_view(positions_); }
 
 ConstTensorView BatchArrays::out_cache_loc() const { return i32_view(out_cache_loc_); }
 
-ForwardBatch BatchArrays::device_batch(const RequestTable& table) const {
+ForwardBatch BatchArrays::device_batch(const ConstTensorView& req_to_token) const {
   ForwardBatch result;
   result.mode = mode_;
   result.seq_len = i32_view(seq_len_);
   result.pool_row = i32_view(pool_row_);
-  result.req_to_token = table.view();
+  result.req_to_token = req_to_token;
   result.positions = positions();
   result.out_cache_loc = out_cache_loc();
   result.num_rows = num_rows_;
@@ -107,8 +107,8 @@ ForwardBatch BatchArrays::device_batch(const RequestTable& table) const {
   return result;
 }
 
-ForwardBatch BatchArrays::batch(const RequestTable& table) const {
-  ForwardBatch result = device_batch(table);
+ForwardBatch BatchArrays::batch(const ConstTensorView& req_to_token) const {
+  ForwardBatch result = device_batch(req_to_token);
   result.host_seq_len = seq_len_;
   if (has_ext_len(mode_)) result.host_ext_len = ext_len_;
   return result;

@@ -37,9 +37,9 @@ class BatchArrays {
   /// Appends rows of padding, which belong to no request.
   void pad_rows(int64_t num_rows);
 
-  ForwardBatch batch(const RequestTable& table) const;
+  ForwardBatch batch(const ConstTensorView& req_to_token) const;
   /// The same without host lengths, as an engine has it that replays a captured step.
-  ForwardBatch device_batch(const RequestTable& table) const;
+  ForwardBatch device_batch(const ConstTensorView& req_to_token) const;
 
   ForwardMode mode() const { return mode_; }
   /// Rows of entries, in the order of entries; rows of padding come after them.

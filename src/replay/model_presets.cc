@@ -6,26 +6,14 @@
 
 #include "fovea/replay.h"
 #include "src/core/check.h"
+#include "src/replay/dsa_model.h"
 
 namespace fovea {
 namespace internal {
 namespace {
 
 const std::vector<ModelSpec>& presets() {
-  static const std::vector<ModelSpec> models = [] {
-    ModelSpec v32;
-    v32.name = "deepseek-v3.2";
-    v32.num_heads = 128;
-    v32.index_heads = 64;
-    v32.index_dim = 128;
-    v32.rope_dim = 64;
-    v32.topk = 2048;
-    v32.page_size = 64;
-    // (128 + 64)^-1/2 * m^2 with m = 0.1 * ln(40) + 1: context extended by a factor of 40.
-    v32.softmax_scale = 0.1352337788608801f;
-    v32.layer_kinds.assign(61, "dsa");
-    return std::vector<ModelSpec>{v32};
-  }();
+  static const std::vector<ModelSpec> models = {deepseek_v32()};
   return models;
 }
 

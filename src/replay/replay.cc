@@ -4,15 +4,16 @@
 #include <charconv>
 #include <chrono>
 #include <cmath>
+#include <iterator>
 #include <limits>
+#include <memory>
 
-#include "fovea/row_codec.h"
 #include "fovea/version.h"
 #include "src/core/check.h"
 #include "src/core/fault_injection.h"
 #include "src/core/parallel.h"
 #include "src/replay/acceptance.h"
-#include "src/replay/engine.h"
+#include "src/replay/model_presets.h"
 #include "src/replay/run_replay.h"
 
 namespace fovea {
@@ -31,17 +32,18 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// "page" or "launch:N".
+// A fault of the family's, or "launch:N".
 struct Injection {
-  bool page = false;
+  std::string fault;
   int64_t launch = 0;  // 0: none
 };
 
-Injection parse_injection(const std::string& text) {
+Injection parse_injection(const std::string& text, const ModelSpec& model) {
   Injection result;
   const std::string_view launch = "launch:";
-  if (text == "page") {
-    result.page = true;
+  const auto& faults = model.injections;
+  if (std::find(faults.begin(), faults.end(), text) != faults.end()) {
+    result.fault = text;
   } else if (text.starts_with(launch)) {
     const char* const end = text.data() + text.size();
     const auto parsed = std::from_chars(text.data() + launch.size(), end, result.launch);
@@ -49,7 +51,9 @@ Injection parse_injection(const std::string& text) {
       invalid(kOp, "inject = '" + text + "', expected launch:N with N >= 1");
     }
   } else if (!text.empty()) {
-    invalid(kOp, "inject = '" + text + "', expected page or launch:N");
+    std::string expected;
+    for (const std::string& fault : faults) expected += fault + " or ";
+    invalid(kOp, "inject = '" + text + "', expected " + expected + "launch:N");
   }
   return result;
 }
@@ -63,11 +67,19 @@ void check_options(const ReplayOptions& options, const ModelSpec& model) {
   }
   check_range(kOp, "topk", options.topk, 0, kMax);
   check_range(kOp, "page", options.page, 0, 256);
-  check_range(kOp, "chunk", options.chunk, 1, kMax);
+  if (options.page > 0 && !model.page.allows(options.page)) {
+    invalid(kOp, "page = " + std::to_string(options.page) + ", but " + model.name +
+                     " has pages of " + model.page.expected);
+  }
+  check_range(kOp, "chunk", options.chunk, model.scheduling.prefill_alignment, kMax);
   check_range(kOp, "max_batch", options.max_batch, 1, kMax);
   check_range(kOp, "cache_tokens", options.cache_tokens, 0, kMax);
   check_range(kOp, "check_rows", options.check_rows, 0, kMax);
   check_range(kOp, "draft_tokens", options.draft_tokens, 0, kMaxDraftTokens);
+  if (options.draft_tokens > 0 && !model.has_draft_layer) {
+    invalid(kOp, "draft_tokens = " + std::to_string(options.draft_tokens) + ", but " + model.name +
+                     " has no draft model");
+  }
   if (!(options.accept >= 0 && options.accept <= 1)) {
     invalid(kOp, "accept = " + std::to_string(options.accept) + ", expected a chance in 0..1");
   }
@@ -81,6 +93,7 @@ void check_options(const ReplayOptions& options, const ModelSpec& model) {
       invalid(kOp, "virtual_cost holds " + std::to_string(value) + ", expected finite and >= 0");
     }
   }
+  model.family->check_options(options);
 }
 
 // Page size, and whether prefixes are shared. A page of 512/S tokens or a divisor of it never holds
@@ -90,16 +103,22 @@ struct Paging {
   bool sharing = true;
 };
 
+// The largest size up to the model's own that divides `block`; the model's own where none does.
+int64_t default_page(const PageRule& rule, int64_t block) {
+  for (int64_t page = rule.preferred; page > 0; --page) {
+    if (block % page == 0 && rule.allows(page)) return page;
+  }
+  return rule.preferred;
+}
+
 Paging choose_page(const ReplayOptions& options, const ModelSpec& model, const Trace& trace,
                    std::vector<std::string>* notes) {
   const int64_t block = kScaleUnit / options.token_scale;
   Paging paging{options.page, options.prefix_sharing};
-  if (options.page == 0) {
-    paging.page_size = model.page_size;
-    while (block % paging.page_size != 0) --paging.page_size;
-  } else if (block % options.page != 0 && options.prefix_sharing && trace.has_hashes) {
+  if (options.page == 0) paging.page_size = default_page(model.page, block);
+  if (block % paging.page_size != 0 && options.prefix_sharing && trace.has_hashes) {
     paging.sharing = false;
-    notes->push_back("page " + std::to_string(options.page) + " does not divide the " +
+    notes->push_back("page " + std::to_string(paging.page_size) + " does not divide the " +
                      std::to_string(block) + " tokens of a trace block at scale " +
                      std::to_string(options.token_scale) + ": nothing is shared");
   }
@@ -122,27 +141,25 @@ class ReplayRun {
   SchedulerConfig scheduler_config() const;
   Scheduler make_scheduler() const;
   RunPlan make_plan() const;
-  void run_steps(Scheduler* scheduler, Engine* engine);
-  void run_one_step(Scheduler* scheduler, Engine* engine, StepBatch* batch);
-  void check_samples(Engine* engine);
+  std::unique_ptr<ModelEngine> make_engine(const Scheduler& scheduler) const;
+  void run_steps(Scheduler* scheduler, ModelEngine* engine);
+  void run_one_step(Scheduler* scheduler, ModelEngine* engine, StepBatch* batch);
+  void check_samples(ModelEngine* engine);
   void report_progress(std::string_view phase, const Scheduler& scheduler, int64_t running);
-  void finish(const Scheduler& scheduler, const Engine& engine);
+  void finish(const Scheduler& scheduler, const ModelEngine& engine);
   void finish_requests(const Scheduler& scheduler);
-  void finish_times(const Engine& engine);
+  void finish_times(const ModelEngine& engine);
 
   const ReplayOptions& options_;
   const ModelSpec& model_;
   const ReplayProgressCallback& progress_;
   Injection injection_;
   Workload workload_;
-  std::vector<int64_t> layers_;  // with drafts the draft model's layer is the last
-  RowInputs inputs_;
-  Paging paging_;
+  RunSetup setup_;
   int64_t num_pages_ = 0;
   RunPlan plan_;
   ReplayResult result_;
-  std::vector<CheckRow> checked_rows_;
-  std::vector<CheckVerdict> verdicts_;
+  std::vector<CheckedRow> checked_;
   int64_t rows_done_ = 0;
 };
 
@@ -156,30 +173,39 @@ ReplayRun::ReplayRun(const Trace& trace, const ReplayOptions& options, const Mod
     : options_(checked(options, model)),
       model_(model),
       progress_(progress),
-      injection_(parse_injection(options.inject)),
+      injection_(parse_injection(options.inject, model)),
       workload_(trace, {options.skip, options.max_requests, options.token_scale,
                         options.spread_arrivals, options.seed}),
-      layers_(parse_layers(model, options.layers)),
-      inputs_(model_, workload_, model.num_heads / options.tp, options.seed) {
-  if (options.draft_tokens > 0) layers_.push_back(model.draft_layer());
-  paging_ = choose_page(options, model, trace, &result_.notes);
+      setup_{model_, workload_, parse_layers(model, options.layers)} {
+  if (options.draft_tokens > 0) setup_.layers.push_back(model.draft_layer());
+  const Paging paging = choose_page(options, model, trace, &result_.notes);
+  setup_.draft_tokens = options.draft_tokens;
+  setup_.draft_mode = options.draft_mode;
+  setup_.tp = options.tp;
+  setup_.topk = options.topk == 0 ? model.topk : options.topk;
+  setup_.page_size = paging.page_size;
+  setup_.max_batch = options.max_batch;
+  setup_.sharing = paging.sharing;
+  setup_.deterministic = options.deterministic;
+  setup_.seed = options.seed;
+  setup_.implementation = options.implementation;
+  setup_.device = options.device;
+  setup_.ceilings = options.ceilings;
   result_.version = version();
   result_.device = to_string(options.device);
   result_.threads = options.device.num_threads;
   result_.trace_source = trace.source;
   result_.options = options;
-  result_.page = paging_.page_size;
-  result_.topk = options.topk == 0 ? model.topk : options.topk;
-  result_.num_heads = inputs_.num_heads();
-  result_.sharing = paging_.sharing;
+  result_.page = setup_.page_size;
+  result_.topk = setup_.topk;
+  result_.num_heads = setup_.num_heads();
+  result_.sharing = setup_.sharing;
   choose_capacity();
 }
 
 void ReplayRun::choose_capacity() {
-  const int64_t page = paging_.page_size;
-  const auto layers = static_cast<int64_t>(layers_.size());
-  const int64_t bytes_per_page = layers * (page_bytes(model_.row_format, page, 576) +
-                                           page_bytes(RowFormat::kI132, page, model_.index_dim));
+  const int64_t page = setup_.page_size;
+  const CacheCost cost = model_.family->cache_cost(setup_);
   if (options_.cache_tokens > 0) {
     num_pages_ = options_.cache_tokens / page;
     if (num_pages_ == 0) {
@@ -187,6 +213,8 @@ void ReplayRun::choose_capacity() {
                        " is smaller than one page of " + std::to_string(page));
     }
   } else {
+    const int64_t room =
+        std::max<int64_t>(0, kMaxDefaultCacheBytes - cost.bytes_per_request * setup_.max_batch);
     int64_t all = 0, largest = 0;
     for (int64_t r = 0; r < workload_.num_requests(); ++r) {
       const int64_t rows = max_request_rows(scheduler_request(r), options_.draft_tokens);
@@ -194,7 +222,7 @@ void ReplayRun::choose_capacity() {
       all += pages;
       largest = std::max(largest, pages);
     }
-    num_pages_ = std::min(all, std::max(largest, kMaxDefaultCacheBytes / bytes_per_page));
+    num_pages_ = std::min(all, std::max(largest, room / cost.bytes_per_page));
     if (num_pages_ < all) {
       result_.notes.push_back(
           "the cache is limited to 4 GiB: pages may be evicted or requests "
@@ -211,7 +239,7 @@ SchedulerRequest ReplayRun::scheduler_request(int64_t r) const {
 
 SchedulerConfig ReplayRun::scheduler_config() const {
   SchedulerConfig config;
-  config.page_size = paging_.page_size;
+  config.page_size = setup_.page_size;
   config.num_pages = num_pages_;
   config.chunk = options_.chunk;
   config.max_batch = options_.max_batch;
@@ -219,6 +247,7 @@ SchedulerConfig ReplayRun::scheduler_config() const {
   config.mixed = options_.mixed;
   config.arrivals = options_.arrivals;
   config.cost = options_.virtual_cost;
+  config.rules = model_.scheduling;
   config.draft_tokens = options_.draft_tokens;
   config.accepted = [this, model = AcceptanceModel(options_.accept, options_.seed)](
                         int64_t r, int64_t first, int64_t count) {
@@ -233,8 +262,8 @@ Scheduler ReplayRun::make_scheduler() const {
     requests.push_back(scheduler_request(r));
   }
   PageHashFunction hashes = [](int64_t) { return std::vector<uint64_t>(); };
-  if (paging_.sharing) {
-    hashes = [this](int64_t r) { return workload_.page_hashes(r, paging_.page_size); };
+  if (setup_.sharing) {
+    hashes = [this](int64_t r) { return workload_.page_hashes(r, setup_.page_size); };
   }
   return Scheduler(scheduler_config(), std::move(requests), std::move(hashes));
 }
@@ -242,42 +271,40 @@ Scheduler ReplayRun::make_scheduler() const {
 RunPlan ReplayRun::make_plan() const {
   RunPlanOptions options;
   options.check_rows = options_.check_rows;
-  options.topk = result_.topk;
-  options.page_size = paging_.page_size;
-  options.layers = layers_;
+  options.selecting_length = model_.family->selecting_length(setup_);
+  options.num_layers = static_cast<int64_t>(setup_.layers.size());
   options.seed = options_.seed;
-  options.inject_page = injection_.page;
+  options.inject = injection_.fault;
+  options.find_fault = [this](const StepEntry& entry) {
+    return model_.family->find_fault(setup_, injection_.fault, entry);
+  };
   Scheduler dry_run = make_scheduler();
-  return plan_run(options, inputs_, &dry_run);
+  return plan_run(options, workload_, &dry_run);
+}
+
+std::unique_ptr<ModelEngine> ReplayRun::make_engine(const Scheduler& scheduler) const {
+  std::vector<bool> runs;
+  for (int64_t r = 0; r < workload_.num_requests(); ++r) {
+    runs.push_back(!scheduler.state(r).finished);
+  }
+  EngineConfig config;
+  config.num_pages = num_pages_;
+  config.table_width = scheduler.table().width();
+  config.max_requests = std::max<int64_t>(1, plan_.max_step_requests);
+  config.max_rows = std::max<int64_t>(1, plan_.max_step_rows);
+  config.digest_from = workload_.shared_prefixes(runs);
+  return model_.family->make_engine(setup_, plan_, std::move(config));
 }
 
 ReplayResult ReplayRun::run() {
   const Clock::time_point start = Clock::now();
   plan_ = make_plan();
   Scheduler scheduler = make_scheduler();
-  std::vector<bool> runs;
-  for (int64_t r = 0; r < workload_.num_requests(); ++r) {
-    runs.push_back(!scheduler.state(r).finished);
-  }
-  EngineConfig config;
-  config.layers = layers_;
-  config.draft_tokens = options_.draft_tokens;
-  config.draft_mode = options_.draft_mode;
-  config.topk = result_.topk;
-  config.page_size = paging_.page_size;
-  config.num_pages = num_pages_;
-  config.table_width = scheduler.table().width();
-  config.max_requests = std::max<int64_t>(1, plan_.max_step_requests);
-  config.max_rows = std::max<int64_t>(1, plan_.max_step_rows);
-  config.deterministic = options_.deterministic;
-  config.implementation = options_.implementation;
-  config.device = options_.device;
-  config.ceilings = options_.ceilings;
-  Engine engine(config, inputs_, plan_, workload_.shared_prefixes(runs));
+  const std::unique_ptr<ModelEngine> engine = make_engine(scheduler);
   {
     std::optional<LaunchFault> fault;
     if (injection_.launch > 0) fault.emplace(injection_.launch);
-    run_steps(&scheduler, &engine);
+    run_steps(&scheduler, engine.get());
     if (fault) {
       result_.notes.push_back("inject " + options_.inject +
                               (fault->fired()
@@ -285,14 +312,14 @@ ReplayResult ReplayRun::run() {
                                    : ": the run made fewer launches"));
     }
   }
-  check_samples(&engine);
-  if (checked_rows_.size() != plan_.check_rows.size()) {
+  check_samples(engine.get());
+  if (checked_.size() != plan_.check_rows.size()) {
     throw Error(ErrorCode::kInternal, "replay: " + std::to_string(plan_.check_rows.size()) +
                                           " rows were to be checked, but only " +
-                                          std::to_string(checked_rows_.size()) + " were computed");
+                                          std::to_string(checked_.size()) + " were computed");
   }
-  summarize_check(checked_rows_, verdicts_, &result_.check);
-  finish(scheduler, engine);
+  summarize_check(checked_, &result_.check);
+  finish(scheduler, *engine);
   result_.phases.total_s = seconds_since(start);
   const ReplayPhases& phases = result_.phases;
   result_.phases.schedule_s =
@@ -301,8 +328,7 @@ ReplayResult ReplayRun::run() {
   return std::move(result_);
 }
 
-void ReplayRun::run_steps(Scheduler* scheduler, Engine* engine) {
-  const int64_t sample_bytes = result_.num_heads * 1028 + result_.topk * 4;
+void ReplayRun::run_steps(Scheduler* scheduler, ModelEngine* engine) {
   const Clock::time_point start = Clock::now();
   StepBatch batch;
   while (scheduler->next(&batch)) {
@@ -318,11 +344,11 @@ void ReplayRun::run_steps(Scheduler* scheduler, Engine* engine) {
     }
     rows_done_ += batch.num_rows();
     report_progress("replay", *scheduler, batch.facts.running);
-    if (engine->num_samples() * sample_bytes > kMaxSampleBytes) check_samples(engine);
+    if (engine->sample_bytes() > kMaxSampleBytes) check_samples(engine);
   }
 }
 
-void ReplayRun::run_one_step(Scheduler* scheduler, Engine* engine, StepBatch* batch) {
+void ReplayRun::run_one_step(Scheduler* scheduler, ModelEngine* engine, StepBatch* batch) {
   const auto step = static_cast<int64_t>(result_.steps.size());
   try {
     engine->run_step(step, scheduler, batch);
@@ -337,15 +363,11 @@ void ReplayRun::run_one_step(Scheduler* scheduler, Engine* engine, StepBatch* ba
   }
 }
 
-void ReplayRun::check_samples(Engine* engine) {
-  const std::vector<CheckSample> samples = engine->take_samples();
-  if (samples.empty()) return;
+void ReplayRun::check_samples(ModelEngine* engine) {
   const Clock::time_point start = Clock::now();
   const ThreadScope threads(options_.device.num_threads);
-  const RowChecker checker(inputs_, layers_, result_.topk, options_.implementation);
-  const std::vector<CheckVerdict> verdicts = checker.check(samples);
-  for (const CheckSample& sample : samples) checked_rows_.push_back(sample.row);
-  verdicts_.insert(verdicts_.end(), verdicts.begin(), verdicts.end());
+  std::vector<CheckedRow> rows = engine->check_samples();
+  std::move(rows.begin(), rows.end(), std::back_inserter(checked_));
   result_.phases.check_s += seconds_since(start);
 }
 
@@ -364,7 +386,7 @@ void ReplayRun::report_progress(std::string_view phase, const Scheduler& schedul
   progress_(progress);
 }
 
-void ReplayRun::finish(const Scheduler& scheduler, const Engine& engine) {
+void ReplayRun::finish(const Scheduler& scheduler, const ModelEngine& engine) {
   const EngineTotals& totals = engine.totals();
   result_.completed = scheduler.completed();
   result_.rejected = scheduler.rejected();
@@ -375,14 +397,14 @@ void ReplayRun::finish(const Scheduler& scheduler, const Engine& engine) {
   result_.digest_selection = totals.digest.selection;
   result_.digest_output = totals.digest.output;
   result_.digest_rows = totals.digest.rows;
-  for (size_t l = 0; l < layers_.size(); ++l) {
+  for (size_t l = 0; l < setup_.layers.size(); ++l) {
     ReplayLayer layer;
-    layer.id = layers_[l];
+    layer.id = setup_.layers[l];
     layer.kind = model_.layer_kind(layer.id);
     layer.ms = totals.layer_ms[l];
-    layer.checked_rows =
-        std::count_if(checked_rows_.begin(), checked_rows_.end(),
-                      [&](const CheckRow& row) { return row.layer == static_cast<int64_t>(l); });
+    layer.checked_rows = std::count_if(
+        checked_.begin(), checked_.end(),
+        [&](const CheckedRow& checked) { return checked.row.layer == static_cast<int64_t>(l); });
     result_.layers.push_back(layer);
   }
   if (options_.draft_tokens > 0) {
@@ -419,7 +441,7 @@ void ReplayRun::finish_requests(const Scheduler& scheduler) {
   }
 }
 
-void ReplayRun::finish_times(const Engine& engine) {
+void ReplayRun::finish_times(const ModelEngine& engine) {
   const EngineTotals& totals = engine.totals();
   result_.phases.generate_s = totals.generate_s;
   result_.phases.attention_s = totals.attention_s;

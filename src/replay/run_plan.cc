@@ -60,7 +60,7 @@ class Sampler {
       // The smallest of n uniform numbers is about exponential with rate n: times n, every request
       // has the same chance of being first.
       const uint64_t key = random * static_cast<uint64_t>(rows);
-      const bool selecting = p + 1 > options_.topk;
+      const bool selecting = p + 1 > options_.selecting_length;
       strata_[(entry.decode ? 2u : 0u) + (selecting ? 0u : 1u)].offer(
           {key, {entry.request, p, 0, entry.decode}});
     }
@@ -101,33 +101,24 @@ class Sampler {
       Reservoir(options_.check_rows), Reservoir(options_.check_rows)};
 };
 
-// Looks for the best row to be hit by a wrong page: a decode row longer than topk, else a decode
-// row, else any row. The page is the one that holds the row's first target, and none that the step
-// writes.
-class PageFaultSearch {
+// Looks for the best entry to be hit by the fault.
+class FaultSearch {
  public:
-  PageFaultSearch(const RunPlanOptions& options, const RowInputs& inputs)
-      : options_(options), inputs_(inputs) {}
+  explicit FaultSearch(const RunPlanOptions& options) : options_(options) {}
 
   void look_at(int64_t step, const StepEntry& entry) {
-    const int64_t p = entry.kept_end - 1;
-    const int rank = (entry.decode ? 1 : 0) + (entry.decode && p + 1 > options_.topk ? 1 : 0);
-    if (rank <= rank_ || p < entry.first_new) return;
-    const uint64_t token = inputs_.workload().token_id(entry.request, p);
-    const int64_t page = inputs_.target(options_.layers.front(), token, p, 0) / options_.page_size;
-    // Two complete pages before the rows of the step: one to be replaced, one to replace it.
-    if ((page + 1) * options_.page_size > entry.begin || entry.begin < 2 * options_.page_size) {
-      return;
-    }
-    rank_ = rank;
-    fault_ = {step, entry.request, page};
-    row_ = {entry.request, p, 0, entry.decode};
+    const std::optional<FaultCandidate> found = options_.find_fault(entry);
+    if (!found || found->rank <= rank_) return;
+    rank_ = found->rank;
+    fault_ = {step, options_.inject, entry.request, found->page};
+    row_ = {entry.request, found->position, found->layer_index, entry.decode};
   }
 
   // Adds the row that the fault hits to the rows to be checked.
-  PageFault finish(std::vector<CheckRow>* rows) const {
+  Fault finish(std::vector<CheckRow>* rows) const {
     if (fault_.step < 0) {
-      invalid("replay", "inject = page, but no request of the trace has two full pages");
+      invalid("replay", "inject = " + options_.inject +
+                            ", but no step of the trace has a row that it could hit");
     }
     std::erase_if(*rows, [&](const CheckRow& row) {
       return row.request == row_.request && row.position == row_.position;
@@ -139,23 +130,22 @@ class PageFaultSearch {
 
  private:
   const RunPlanOptions& options_;
-  const RowInputs& inputs_;
   int rank_ = -1;
-  PageFault fault_;
+  Fault fault_;
   CheckRow row_;
 };
 
 }  // namespace
 
-RunPlan plan_run(const RunPlanOptions& options, const RowInputs& inputs, Scheduler* scheduler) {
+RunPlan plan_run(const RunPlanOptions& options, const Workload& workload, Scheduler* scheduler) {
   RunPlan plan;
-  Sampler sampler(options, inputs.workload());
-  PageFaultSearch faults(options, inputs);
+  Sampler sampler(options, workload);
+  FaultSearch faults(options);
   StepBatch batch;
   while (scheduler->next(&batch)) {
     for (const StepEntry& entry : batch.entries) {
       sampler.offer(entry);
-      if (options.inject_page) faults.look_at(plan.num_steps, entry);
+      if (!options.inject.empty()) faults.look_at(plan.num_steps, entry);
     }
     ++plan.num_steps;
     plan.num_rows += batch.num_rows();
@@ -167,10 +157,20 @@ RunPlan plan_run(const RunPlanOptions& options, const RowInputs& inputs, Schedul
   plan.check_rows = sampler.take();
   int64_t turn = 0;
   for (CheckRow& row : plan.check_rows) {
-    row.layer = turn++ % static_cast<int64_t>(options.layers.size());
+    row.layer = turn++ % options.num_layers;
   }
-  if (options.inject_page) plan.page_fault = faults.finish(&plan.check_rows);
+  if (!options.inject.empty()) plan.fault = faults.finish(&plan.check_rows);
   return plan;
+}
+
+const CheckRow* RowFilter::sampled(const StepEntry& entry, int64_t position,
+                                   int64_t layer_index) const {
+  if (!is_kept(entry, position)) return nullptr;
+  const CheckRow from{entry.request, position, 0, false};
+  const auto wanted = std::lower_bound(plan_.check_rows.begin(), plan_.check_rows.end(), from);
+  const bool found = wanted != plan_.check_rows.end() && wanted->request == entry.request &&
+                     wanted->position == position && wanted->layer == layer_index;
+  return found ? &*wanted : nullptr;
 }
 
 }  // namespace fovea::internal

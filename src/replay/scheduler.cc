@@ -179,10 +179,10 @@ void Scheduler::stop_running(int64_t r) {
 void Scheduler::add_prefill_rows() {
   int64_t budget = config_.chunk - step_.facts.decode_tokens;
   const auto take = [&](int64_t r) {
-    const int64_t rows = std::min(budget, state(r).known - state(r).computed);
-    if (rows <= 0) return;
-    add_entry(r, rows, false);
-    budget -= rows;
+    const int64_t rows = prefill_rows(r, budget);
+    // What alignment leaves of the budget stays unused.
+    budget = state(r).computed + rows < state(r).known ? 0 : budget - rows;
+    if (rows > 0) add_entry(r, rows, false);
   };
   // Only the youngest can be unfinished: nobody is admitted behind an unfinished prompt, because
   // that one takes the whole budget.
@@ -192,6 +192,13 @@ void Scheduler::add_prefill_rows() {
          static_cast<int64_t>(running_.size()) < config_.max_batch && admit(*waiting_.begin())) {
     take(*running_.rbegin());
   }
+}
+
+int64_t Scheduler::prefill_rows(int64_t r, int64_t budget) const {
+  const int64_t missing = state(r).known - state(r).computed;
+  if (missing <= budget) return missing;
+  const int64_t end = state(r).computed + std::max<int64_t>(budget, 0);
+  return std::max<int64_t>(0, end - end % config_.rules.prefill_alignment - state(r).computed);
 }
 
 int64_t Scheduler::reserve_pages(int64_t r) const {
@@ -226,6 +233,7 @@ bool Scheduler::admit(int64_t r) {
   state.pages = std::move(pages);
   state.pool_row = table_.acquire();
   state.computed = hit_tokens;
+  state.starting = true;
   if (!state.admitted_before) {
     state.admitted_before = true;
     state.hit_tokens = hit_tokens;
@@ -247,12 +255,6 @@ void Scheduler::write_table(int64_t r, int64_t begin) {
 
 void Scheduler::add_entry(int64_t r, int64_t rows, bool decode) {
   const RequestState& current = state(r);
-  const auto full_pages = std::min((current.computed + rows) / config_.page_size,
-                                   static_cast<int64_t>(current.page_hashes.size()));
-  for (int64_t page = current.computed / config_.page_size; page < full_pages; ++page) {
-    const auto i = static_cast<size_t>(page);
-    allocator_.publish(current.pages[i], current.page_hashes[i]);
-  }
   StepEntry entry;
   entry.request = r;
   entry.pool_row = current.pool_row;
@@ -260,8 +262,20 @@ void Scheduler::add_entry(int64_t r, int64_t rows, bool decode) {
   entry.end = entry.kept_end = current.computed + rows;
   entry.decode = decode;
   entry.first_new = current.produced;
+  entry.starts = current.starting;
+  entry.published_end = std::min((current.computed + rows) / config_.page_size,
+                                 static_cast<int64_t>(current.page_hashes.size()));
+  if (config_.rules.share_within_step) publish(entry);
   step_.entries.push_back(entry);
   (decode ? step_.facts.decode_tokens : step_.facts.prefill_tokens) += rows;
+}
+
+void Scheduler::publish(const StepEntry& entry) {
+  const RequestState& current = state(entry.request);
+  for (int64_t page = entry.begin / config_.page_size; page < entry.published_end; ++page) {
+    const auto i = static_cast<size_t>(page);
+    allocator_.publish(current.pages[i], current.page_hashes[i]);
+  }
 }
 
 void Scheduler::commit() {
@@ -302,7 +316,9 @@ void Scheduler::count_verification(const StepEntry& entry) {
 
 void Scheduler::commit_entry(const StepEntry& entry, double end_ms) {
   if (step_.facts.kind == StepKind::kVerify) count_verification(entry);
+  if (!config_.rules.share_within_step) publish(entry);
   RequestState& state = mutable_state(entry.request);
+  state.starting = false;
   state.computed = entry.kept_end;
   state.produced = std::max(state.produced, entry.kept_end);
   const int64_t prompt_tokens = request(entry.request).prompt_tokens;

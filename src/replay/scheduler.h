@@ -41,11 +41,21 @@
 ///     stay; the others are overwritten by later rows and are never within a length. Their pages
 ///     stay with the request, because the next round needs at least as many.
 ///  8. When nothing runs and nothing has arrived, an idle step without requests precedes the jump
-///  of
-///     the clock to the next arrival.
+///     of the clock to the next arrival.
+///  SchedulingRules change 3 and 6.
 namespace fovea::internal {
 
 inline constexpr int64_t kReserveTokens = 16;
+
+/// What a model asks of the composition of steps.
+struct SchedulingRules {
+  /// A request may share pages that another one computes in the same step. Off for models whose
+  /// rows need more than stored rows of the prefix, such as a recurrent state: pages are then
+  /// published by commit().
+  bool share_within_step = true;
+  /// A prefill that does not reach its end stops at a position that this divides; at most `chunk`.
+  int64_t prefill_alignment = 1;
+};
 
 struct SchedulerConfig {
   int64_t page_size = 0;
@@ -56,6 +66,7 @@ struct SchedulerConfig {
   bool mixed = false;
   Arrivals arrivals = Arrivals::kAsap;
   VirtualCostModel cost;
+  SchedulingRules rules;
   int64_t draft_tokens = 0;  ///< D; 0: no drafts.
   /// Of `count` tokens drafted for positions first, first + 1, ... of a request, how many are
   /// accepted. With draft_tokens > 0.
@@ -85,6 +96,11 @@ struct StepEntry {
   int64_t first_new = 0;  ///< Rows before it were computed by this request before a preemption.
   int64_t kept_end = 0;   ///< Rows from here on do not stay. `end` outside a round.
   int64_t accepted = 0;   ///< Leading drafted tokens that are right, the output's end ignored.
+  bool starts = false;    ///< The first rows since the request was admitted: what lies before
+                          ///< `begin` was found in the cache.
+  /// Pages begin / page_size .. published_end - 1 of the request are complete after the step, and
+  /// published: later requests may start behind each of them.
+  int64_t published_end = 0;
 
   int64_t rows() const { return end - begin; }
   int64_t kept_rows() const { return kept_end - begin; }
@@ -118,7 +134,8 @@ struct RequestState {
   int64_t known = 0;      ///< Tokens known: the prompt and what was generated.
   int64_t produced = 0;   ///< Rows up to here were computed or hit at least once.
   bool admitted_before = false;
-  int32_t pool_row = 0;  ///< 0: not running.
+  bool starting = false;  ///< Admitted, and no row committed since.
+  int32_t pool_row = 0;   ///< 0: not running.
   std::vector<int32_t> pages;
   std::vector<uint64_t> page_hashes;
 };
@@ -140,6 +157,7 @@ class Scheduler {
   const RequestState& state(int64_t request) const { return states_[static_cast<size_t>(request)]; }
   const PageAllocator& allocator() const { return allocator_; }
   RequestTable& table() { return table_; }
+  const RequestTable& table() const { return table_; }
   int64_t pages_peak() const { return pages_peak_; }
   int64_t completed() const { return completed_; }
   int64_t rejected() const { return rejected_; }
@@ -167,7 +185,9 @@ class Scheduler {
   void preempt_youngest();
   bool take_pages_for_decode(int64_t r, int64_t rows);
   void stop_running(int64_t r);
+  int64_t prefill_rows(int64_t r, int64_t budget) const;
   void add_entry(int64_t r, int64_t rows, bool decode);
+  void publish(const StepEntry& entry);
   void verify(StepEntry* entry);
   void commit_entry(const StepEntry& entry, double end_ms);
   void count_verification(const StepEntry& entry);

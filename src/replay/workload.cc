@@ -87,6 +87,12 @@ Workload::Workload(const Trace& trace, const WorkloadOptions& options)
   for (size_t r = 0; r < requests_.size(); ++r) requests_[r].reusable_tokens = shared[r];
 }
 
+int64_t Workload::max_rows() const {
+  int64_t rows = 1;
+  for (const WorkloadRequest& request : requests_) rows = std::max(rows, request.num_rows());
+  return rows;
+}
+
 int64_t Workload::block_of(const TraceRequest& request, int64_t position) const {
   const int64_t last_token =
       std::min((position + 1) * options_.token_scale, request.input_length) - 1;

@@ -30,6 +30,14 @@ struct WorkloadRequest {
   int64_t num_rows() const { return prompt_tokens + output_tokens - 1; }
 };
 
+/// A row of a request by its token, which may be one that was drafted wrong. The tokens before it
+/// are the request's own.
+struct RowToken {
+  int64_t request = 0;
+  int64_t position = 0;
+  uint64_t token_id = 0;
+};
+
 /// Immutable after construction; thread-safe.
 class Workload {
  public:
@@ -39,6 +47,8 @@ class Workload {
 
   int64_t num_requests() const { return static_cast<int64_t>(requests_.size()); }
   const WorkloadRequest& request(int64_t r) const { return requests_[static_cast<size_t>(r)]; }
+  /// Most rows of one request, at least 1.
+  int64_t max_rows() const;
 
   /// Identity of token `position` of request r. A prompt token is named by the id of the block that
   /// holds its last trace token and by its place in that block, so that equal prefixes are equal

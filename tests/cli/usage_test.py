@@ -56,6 +56,7 @@ class EnvironmentTest(CommandLineTest):
 
 class InfoTest(CommandLineTest):
     def test_json_lists_operators_and_their_implementations(self):
+        self.expect(self.fovea("info"), 0, "replay models: deepseek-v3.2")
         result = self.fovea("info", "--json")
         self.expect(result, 0)
         facts = json.loads(result.stdout)

@@ -78,7 +78,7 @@ TEST_F(BatchArraysTest, APrefillHasTheTokensOfThePrompts) {
 
 TEST_F(BatchArraysTest, AVerificationStartsAtTheCommittedLength) {
   arrays_.build(ForwardMode::kTargetVerify, scheduler_, round_);
-  const ForwardBatch batch = arrays_.batch(scheduler_.table());
+  const ForwardBatch batch = arrays_.batch(scheduler_.table().view());
   EXPECT_THAT(values(batch.seq_len), ElementsAre(5, 3));
   EXPECT_THAT(values(batch.positions), ElementsAre(5, 6, 7, 8, 3, 4, 5, 6));
   EXPECT_FALSE(batch.ext_len.defined());
@@ -90,13 +90,13 @@ TEST_F(BatchArraysTest, AVerificationStartsAtTheCommittedLength) {
 
 TEST_F(BatchArraysTest, DraftExtendHasTheRowsThatStay) {
   arrays_.build(ForwardMode::kDraftExtend, scheduler_, round_);
-  const ForwardBatch batch = arrays_.batch(scheduler_.table());
+  const ForwardBatch batch = arrays_.batch(scheduler_.table().view());
   EXPECT_THAT(values(batch.seq_len), ElementsAre(7, 7));
   EXPECT_THAT(values(batch.ext_len), ElementsAre(2, 4));
   EXPECT_THAT(values(batch.positions), ElementsAre(5, 6, 3, 4, 5, 6));
   EXPECT_THAT(right_tokens(), Each(true));
   arrays_.build(ForwardMode::kDraftExtendV2, scheduler_, round_);
-  const ForwardBatch all = arrays_.batch(scheduler_.table());
+  const ForwardBatch all = arrays_.batch(scheduler_.table().view());
   EXPECT_THAT(values(all.seq_len), ElementsAre(9, 7));
   EXPECT_THAT(values(all.positions), ElementsAre(5, 6, 7, 8, 3, 4, 5, 6));
   EXPECT_FALSE(all.ext_len.defined());
@@ -104,7 +104,7 @@ TEST_F(BatchArraysTest, DraftExtendHasTheRowsThatStay) {
 
 TEST_F(BatchArraysTest, ADraftStepHasOneRowBehindTheCommittedOnes) {
   arrays_.build_draft_step(2, scheduler_, round_);
-  const ForwardBatch batch = arrays_.batch(scheduler_.table());
+  const ForwardBatch batch = arrays_.batch(scheduler_.table().view());
   EXPECT_EQ(batch.mode, ForwardMode::kDecode);
   EXPECT_THAT(values(batch.seq_len), ElementsAre(5, 3));
   EXPECT_THAT(values(batch.positions), ElementsAre(7, 5));
@@ -115,7 +115,7 @@ TEST_F(BatchArraysTest, ADraftStepHasOneRowBehindTheCommittedOnes) {
 TEST_F(BatchArraysTest, PaddingReadsAndWritesTheDummyPage) {
   arrays_.build(ForwardMode::kTargetVerify, scheduler_, round_);
   arrays_.pad_requests(3, 4);
-  const ForwardBatch batch = arrays_.device_batch(scheduler_.table());
+  const ForwardBatch batch = arrays_.device_batch(scheduler_.table().view());
   EXPECT_THAT(values(batch.seq_len), ElementsAre(5, 3, kPaddedSeqLen));
   EXPECT_EQ(values(batch.pool_row)[2], 0);
   EXPECT_EQ(batch.num_rows, 12);
@@ -124,7 +124,7 @@ TEST_F(BatchArraysTest, PaddingReadsAndWritesTheDummyPage) {
   EXPECT_THAT(batch.host_seq_len, IsEmpty());
   arrays_.build(ForwardMode::kDraftExtend, scheduler_, round_);
   arrays_.pad_requests(3, 4);
-  const ForwardBatch extend = arrays_.batch(scheduler_.table());
+  const ForwardBatch extend = arrays_.batch(scheduler_.table().view());
   EXPECT_THAT(values(extend.ext_len), ElementsAre(2, 4, 0));
   EXPECT_EQ(extend.num_rows, 6);
 }
@@ -132,7 +132,7 @@ TEST_F(BatchArraysTest, PaddingReadsAndWritesTheDummyPage) {
 TEST_F(BatchArraysTest, AnIdleBatchHasRowsOfPaddingOnly) {
   arrays_.build(ForwardMode::kIdle, scheduler_, StepBatch{});
   arrays_.pad_rows(2);
-  const ForwardBatch batch = arrays_.batch(scheduler_.table());
+  const ForwardBatch batch = arrays_.batch(scheduler_.table().view());
   EXPECT_EQ(batch.seq_len.shape[0], 0);
   EXPECT_EQ(batch.num_rows, 0);
   EXPECT_EQ(batch.padded_rows, 2);

@@ -68,6 +68,7 @@ class FakeExecutor {
     StepBatch batch;
     while (scheduler_.next(&batch)) {
       run_step(batch);
+      file_states(batch);
       scheduler_.commit();
       steps_.push_back(batch.facts);
       entries_.push_back(batch.entries);
@@ -114,6 +115,30 @@ class FakeExecutor {
     }
   }
 
+  // A recurrent state, one per pool row: it stands where the request's rows end, or comes from the
+  // snapshot of the last page that was found in the cache.
+  void expect_state(const StepEntry& entry) {
+    const std::pair at(entry.request, entry.begin);
+    if (!entry.starts) {
+      ASSERT_EQ(states_[entry.pool_row], at);
+    } else if (entry.begin > 0 && !config_.rules.share_within_step) {
+      ASSERT_EQ(entry.begin % config_.page_size, 0);
+      const auto page = static_cast<size_t>(entry.begin / config_.page_size - 1);
+      ASSERT_EQ(snapshots_[scheduler_.state(entry.request).pages[page]],
+                hashes_(entry.request)[page]);
+    }
+  }
+
+  void file_states(const StepBatch& batch) {
+    for (const StepEntry& entry : batch.entries) {
+      states_[entry.pool_row] = {entry.request, entry.kept_end};
+      for (int64_t i = entry.begin / config_.page_size; i < entry.published_end; ++i) {
+        const auto page = static_cast<size_t>(i);
+        snapshots_[scheduler_.state(entry.request).pages[page]] = hashes_(entry.request)[page];
+      }
+    }
+  }
+
   void run_step(const StepBatch& batch) {
     int64_t prefill = 0, decode = 0, computed = 0;
     ASSERT_EQ(batch.entries.empty(), batch.facts.kind == StepKind::kIdle);
@@ -137,6 +162,7 @@ class FakeExecutor {
         content_[slot(entry, p)] =
             entry.is_wrong(p) ? std::pair(~uint64_t{0}, p) : token(entry.request, p);
       }
+      expect_state(entry);
       if (produced_[r] == 0) produced_[r] = scheduler_.state(entry.request).hit_tokens;
       ASSERT_EQ(entry.first_new, produced_[r]);
       ASSERT_LE(entry.begin, produced_[r]);
@@ -167,6 +193,8 @@ class FakeExecutor {
   Scheduler scheduler_;
   std::vector<int64_t> produced_;
   std::map<int32_t, std::pair<uint64_t, int64_t>> content_;
+  std::map<int32_t, std::pair<int64_t, int64_t>> states_;  // by pool row: request, rows
+  std::map<int32_t, uint64_t> snapshots_;  // by page: hash of what lies before its end
   std::vector<ReplayStep> steps_;
   std::vector<std::vector<StepEntry>> entries_;
 };
@@ -424,6 +452,32 @@ TEST(Scheduler, AFailedStepIsGivenAgain) {
   EXPECT_EQ(scheduler.completed(), 2);
 }
 
+TEST(Scheduler, PrefillsStopAtAlignedPositions) {
+  SchedulerConfig config = config_of(4, 40);
+  config.chunk = 10;
+  config.rules.prefill_alignment = 4;
+  FakeExecutor run(config, {{23, 1}, {5, 1}}, no_hashes());
+  run.run();
+  std::vector<std::pair<int64_t, int64_t>> parts;
+  for (const std::vector<StepEntry>& entries : run.entries()) {
+    for (const StepEntry& entry : entries) parts.emplace_back(entry.begin, entry.end);
+  }
+  using Part = std::pair<int64_t, int64_t>;
+  EXPECT_EQ(parts, (std::vector<Part>{{0, 8}, {8, 16}, {16, 23}, {0, 5}}));
+}
+
+TEST(Scheduler, PagesOfAStepCanWaitForItsCommit) {
+  for (const bool within : {true, false}) {
+    SchedulerConfig config = config_of(4, 40);
+    config.rules.share_within_step = within;
+    const std::vector<SchedulerRequest> requests = {{9, 1}, {9, 1}};
+    FakeExecutor run(config, requests, shared_hashes(requests, 4, 2));
+    run.run();
+    EXPECT_EQ(run.scheduler().state(1).hit_tokens, within ? 8 : 0);
+    EXPECT_EQ(run.entries()[0][0].published_end, 2);
+  }
+}
+
 // Random traffic in caches from roomy to barely large enough, with and without sharing and mixing.
 TEST(Scheduler, RandomTrafficAlwaysFindsItsOwnTokens) {
   test::Rng rng(3);
@@ -442,7 +496,9 @@ TEST(Scheduler, RandomTrafficAlwaysFindsItsOwnTokens) {
     if (draft_tokens > 0) {
       add_drafts(&config, draft_tokens, rng.uniform(), static_cast<uint64_t>(round));
     }
-    config.chunk = rng.integer(1, 40);
+    config.rules.share_within_step = rng.integer(0, 1) == 0;
+    config.rules.prefill_alignment = rng.integer(0, 1) == 0 ? 1 : rng.integer(2, 8);
+    config.chunk = rng.integer(config.rules.prefill_alignment, 40);
     config.max_batch = rng.integer(1, 6);
     config.mixed = rng.integer(0, 1) == 1;
     config.arrivals = rng.integer(0, 1) == 1 ? Arrivals::kTrace : Arrivals::kAsap;

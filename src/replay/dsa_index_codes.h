@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "fovea/index_quantize.h"
-#include "src/replay/row_inputs.h"
+#include "src/replay/dsa_inputs.h"
 
 /// Index keys and queries of generated rows in e4m3, and fp64 logits over them.
 namespace fovea::internal {
@@ -26,14 +26,14 @@ struct IndexQuery {
 class IndexCodec {
  public:
   /// An empty implementation is the best one.
-  IndexCodec(const RowInputs& inputs, const std::string& implementation);
+  IndexCodec(const DsaInputs& inputs, const std::string& implementation);
 
   /// Keys of positions 0..count-1.
   IndexKeys keys(int64_t layer, int64_t request, int64_t count) const;
   IndexQuery query(int64_t layer, int64_t request, int64_t position) const;
 
  private:
-  const RowInputs& inputs_;
+  const DsaInputs& inputs_;
   std::vector<float> cos_sin_;
   IndexQuantize quantize_keys_;
   IndexQuantize quantize_query_;

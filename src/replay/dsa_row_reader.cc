@@ -1,6 +1,4 @@
-#include "src/replay/row_reader.h"
-
-#include <algorithm>
+#include "src/replay/dsa_row_reader.h"
 
 #include "fovea/sparse_mla.h"
 #include "src/core/access.h"
@@ -9,12 +7,12 @@
 
 namespace fovea::internal {
 
-RowReader::RowReader(int64_t num_pages, int64_t page_size, int num_workers)
+DsaRowReader::DsaRowReader(int64_t num_pages, int64_t page_size, int num_workers)
     : page_size_(page_size), maps_(static_cast<size_t>(num_workers)) {
   for (PageMap& map : maps_) map.index_of_page.assign(static_cast<size_t>(num_pages + 1), -1);
 }
 
-void RowReader::load(const LayerRows& layer, const StepEntry& entry, PageMap* map) const {
+void DsaRowReader::load(const DsaLayerRows& layer, const StepEntry& entry, PageMap* map) const {
   for (const int32_t page : map->loaded) map->index_of_page[static_cast<size_t>(page)] = -1;
   map->loaded.clear();
   const auto table = access<const int32_t, 2>(layer.req_to_token);
@@ -26,8 +24,8 @@ void RowReader::load(const LayerRows& layer, const StepEntry& entry, PageMap* ma
   map->request = entry.request;
 }
 
-void RowReader::read_positions(const LayerRows& layer, int64_t row, PageMap* map,
-                               std::vector<int32_t>* positions) const {
+void DsaRowReader::read_positions(const DsaLayerRows& layer, int64_t row, PageMap* map,
+                                  std::vector<int32_t>* positions) const {
   const auto indices = access<const int32_t, 2>(layer.indices);
   const auto page_size = static_cast<int32_t>(page_size_);
   int64_t count = indices.shape[1];
@@ -44,8 +42,8 @@ void RowReader::read_positions(const LayerRows& layer, int64_t row, PageMap* map
   }
 }
 
-Digest RowReader::digest(const LayerRows& layer, std::span<const int64_t> digest_from,
-                         const Workload& workload) {
+Digest DsaRowReader::digest(const DsaLayerRows& layer, const RowFilter& filter,
+                            const Workload& workload) {
   const auto out = access<const bf16_t, 3>(layer.out);
   const auto row_elements = static_cast<size_t>(out.shape[1] * kLatentDim);
   std::vector<Digest> sums(maps_.size());
@@ -57,9 +55,7 @@ Digest RowReader::digest(const LayerRows& layer, std::span<const int64_t> digest
         for (int64_t t = begin; t < end; ++t) {
           const StepRow& row = layer.rows[static_cast<size_t>(t)];
           const StepEntry& entry = layer.batch->entries[static_cast<size_t>(row.entry)];
-          const int64_t first =
-              std::max(entry.first_new, digest_from[static_cast<size_t>(entry.request)]);
-          if (row.position < first || row.position >= entry.kept_end) continue;
+          if (!filter.enters_digest(entry, row.position)) continue;
           if (map.request != entry.request) load(layer, entry, &map);
           read_positions(layer, t, &map, &positions);
           const DigestRow name{workload.request(entry.request).trace_row, row.position,
@@ -74,24 +70,18 @@ Digest RowReader::digest(const LayerRows& layer, std::span<const int64_t> digest
   return total;
 }
 
-void RowReader::take_samples(const LayerRows& layer, const RunPlan& plan,
-                             std::vector<CheckSample>* samples) {
+void DsaRowReader::take_samples(const DsaLayerRows& layer, const RowFilter& filter,
+                                std::vector<DsaSample>* samples) {
   const auto out = access<const bf16_t, 3>(layer.out);
   const auto lse = access<const float, 2>(layer.lse);
   PageMap& map = maps_.front();
-  if (plan.check_rows.empty()) return;
   for (size_t t = 0; t < layer.rows.size(); ++t) {
     const StepRow& row = layer.rows[t];
     const StepEntry& entry = layer.batch->entries[static_cast<size_t>(row.entry)];
-    if (row.position < entry.first_new || row.position >= entry.kept_end) continue;
-    const CheckRow from{entry.request, row.position, 0, false};
-    const auto wanted = std::lower_bound(plan.check_rows.begin(), plan.check_rows.end(), from);
-    if (wanted == plan.check_rows.end() || wanted->request != entry.request ||
-        wanted->position != row.position || wanted->layer != layer.layer_index) {
-      continue;
-    }
+    const CheckRow* const wanted = filter.sampled(entry, row.position, layer.layer_index);
+    if (wanted == nullptr) continue;
     const auto index = static_cast<int64_t>(t);
-    CheckSample sample;
+    DsaSample sample;
     sample.row = *wanted;
     load(layer, entry, &map);
     read_positions(layer, index, &map, &sample.positions);

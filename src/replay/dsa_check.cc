@@ -1,11 +1,10 @@
-#include "src/replay/check.h"
+#include "src/replay/dsa_check.h"
 
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <limits>
 #include <map>
-#include <set>
 
 #include "fovea/numeric.h"
 #include "fovea/sparse_mla.h"
@@ -15,7 +14,6 @@
 namespace fovea::internal {
 namespace {
 
-constexpr int64_t kRowWidth = 576;
 constexpr int64_t kScaleTile = 128;  // channels that share a scale in v32
 
 // Four sums, so that the compiler may use vectors.
@@ -27,26 +25,17 @@ double dot(const double* a, const double* b, int64_t count) {
   return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
-// NaN is the worst of all.
-bool is_worse(double value, double worst) { return !std::isnan(worst) && !(value <= worst); }
-
-std::string number(double value) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.6g", value);
-  return text;
-}
-
 // The latent key row as the cache gives it back.
-void cached_latent_key(const RowInputs& inputs, int64_t layer, uint64_t token_id, double* key) {
-  std::array<bf16_t, kRowWidth> row;
+void cached_latent_key(const DsaInputs& inputs, int64_t layer, uint64_t token_id, double* key) {
+  std::array<bf16_t, kDsaRowWidth> row;
   inputs.latent_key(layer, token_id, row);
-  const ModelSpec& model = inputs.model();
-  if (model.row_format == RowFormat::kV32) {
+  const DsaShape& shape = inputs.shape();
+  if (shape.row_format == RowFormat::kV32) {
     std::array<uint8_t, kScaleTile> codes;
     for (int64_t c = 0; c < kLatentDim; c += kScaleTile) {
       bf16_t* const tile = row.data() + c;
       const float scale =
-          quantize_tile(tile, kScaleTile, latent_tile_scale, model.kv_scale_mode, codes.data());
+          quantize_tile(tile, kScaleTile, latent_tile_scale, shape.kv_scale_mode, codes.data());
       dequantize_tile(codes.data(), kScaleTile, scale, tile);
     }
   }
@@ -55,7 +44,7 @@ void cached_latent_key(const RowInputs& inputs, int64_t layer, uint64_t token_id
 
 }  // namespace
 
-RowChecker::RowChecker(const RowInputs& inputs, std::vector<int64_t> layers, int64_t topk,
+DsaChecker::DsaChecker(const DsaInputs& inputs, std::vector<int64_t> layers, int64_t topk,
                        const std::string& implementation)
     : inputs_(inputs),
       layers_(std::move(layers)),
@@ -63,8 +52,8 @@ RowChecker::RowChecker(const RowInputs& inputs, std::vector<int64_t> layers, int
       reference_(inputs, "ref"),
       run_(inputs, implementation) {}
 
-void RowChecker::fail(const CheckSample& sample, const char* op, const char* kind,
-                      std::string detail, CheckVerdict* verdict) const {
+void DsaChecker::fail(const DsaSample& sample, const char* op, const char* kind, std::string detail,
+                      CheckVerdict* verdict) const {
   CheckFailure failure;
   failure.request = inputs_.workload().request(sample.row.request).trace_row;
   failure.position = sample.row.position;
@@ -76,7 +65,7 @@ void RowChecker::fail(const CheckSample& sample, const char* op, const char* kin
   verdict->failures.push_back(std::move(failure));
 }
 
-void RowChecker::check_selection(const CheckSample& sample, const IndexKeys& keys,
+void DsaChecker::check_selection(const DsaSample& sample, const IndexKeys& keys,
                                  CheckVerdict* verdict) const {
   const int64_t length = sample.row.position + 1;
   const auto wanted = static_cast<size_t>(std::min(length, topk_));
@@ -105,7 +94,7 @@ void RowChecker::check_selection(const CheckSample& sample, const IndexKeys& key
   if (verdict->selecting) check_logits(sample, selected, keys, verdict);
 }
 
-RowChecker::Misplacement RowChecker::misplacement(const std::vector<bool>& selected,
+DsaChecker::Misplacement DsaChecker::misplacement(const std::vector<bool>& selected,
                                                   const std::vector<double>& logits) const {
   std::vector<double> sorted = logits;
   std::nth_element(sorted.begin(), sorted.begin() + (topk_ - 1), sorted.end(), std::greater<>());
@@ -125,10 +114,10 @@ RowChecker::Misplacement RowChecker::misplacement(const std::vector<bool>& selec
   return worst;
 }
 
-bool RowChecker::same_codes(const CheckRow& row, const IndexQuery& query,
+bool DsaChecker::same_codes(const CheckRow& row, const IndexQuery& query,
                             const IndexQuery& run_query, const IndexKeys& keys,
                             const IndexKeys& run_keys) const {
-  const auto width = static_cast<size_t>(inputs_.model().index_dim);
+  const auto width = static_cast<size_t>(inputs_.shape().index_dim);
   const auto rows_agree = [&](const auto& a, const auto& b, size_t count) {
     for (size_t i = 0; i < count; ++i) {
       if (!same_up_to_rounding(std::span(a.codes).subspan(i * width, width), a.scales[i],
@@ -148,7 +137,7 @@ bool RowChecker::same_codes(const CheckRow& row, const IndexQuery& query,
          rows_agree(keys, run_keys, static_cast<size_t>(row.position + 1));
 }
 
-void RowChecker::check_logits(const CheckSample& sample, const std::vector<bool>& selected,
+void DsaChecker::check_logits(const DsaSample& sample, const std::vector<bool>& selected,
                               const IndexKeys& keys, CheckVerdict* verdict) const {
   const CheckRow& row = sample.row;
   const int64_t layer = layers_[static_cast<size_t>(row.layer)];
@@ -171,22 +160,22 @@ void RowChecker::check_logits(const CheckSample& sample, const std::vector<bool>
     return;
   }
   fail(sample, "index_select", "selection",
-       "position " + std::to_string(worst.position) + " with logit " + number(worst.logit) +
+       "position " + std::to_string(worst.position) + " with logit " + error_text(worst.logit) +
            " is " + (selected[static_cast<size_t>(worst.position)] ? "selected" : "left out") +
-           ", the boundary is " + number(worst.boundary),
+           ", the boundary is " + error_text(worst.boundary),
        verdict);
 }
 
-RowChecker::HeadError RowChecker::check_head(std::span<const bf16_t> raw_query,
-                                             std::span<const double> keys,
-                                             const CheckSample& sample, int64_t head) const {
+DsaChecker::HeadError DsaChecker::check_head(std::span<const bf16_t> raw_query,
+                                             std::span<const double> keys, const DsaSample& sample,
+                                             int64_t head) const {
   const auto count = static_cast<int64_t>(sample.positions.size());
-  std::vector<double> query(kRowWidth), weights(static_cast<size_t>(count)), output(kLatentDim);
+  std::vector<double> query(kDsaRowWidth), weights(static_cast<size_t>(count)), output(kLatentDim);
   std::transform(raw_query.begin(), raw_query.end(), query.begin(), bf16_to_float);
   double largest = -std::numeric_limits<double>::infinity();
   for (int64_t i = 0; i < count; ++i) {
-    const double score = static_cast<double>(inputs_.model().softmax_scale) *
-                         dot(query.data(), keys.data() + i * kRowWidth, kRowWidth);
+    const double score = static_cast<double>(inputs_.shape().softmax_scale) *
+                         dot(query.data(), keys.data() + i * kDsaRowWidth, kDsaRowWidth);
     weights[static_cast<size_t>(i)] = score;
     largest = std::max(largest, score);
   }
@@ -194,7 +183,7 @@ RowChecker::HeadError RowChecker::check_head(std::span<const bf16_t> raw_query,
   for (double& weight : weights) sum += (weight = std::exp(weight - largest));
   for (int64_t i = 0; i < count; ++i) {
     const double weight = weights[static_cast<size_t>(i)] / sum;
-    const double* const value = keys.data() + i * kRowWidth;
+    const double* const value = keys.data() + i * kDsaRowWidth;
     for (int64_t c = 0; c < kLatentDim; ++c) output[static_cast<size_t>(c)] += weight * value[c];
   }
   double error = 0, norm = 0;
@@ -208,27 +197,28 @@ RowChecker::HeadError RowChecker::check_head(std::span<const bf16_t> raw_query,
   return {std::sqrt(error / norm), std::fabs(sample.lse[static_cast<size_t>(head)] - lse)};
 }
 
-void RowChecker::check_attention(const CheckSample& sample, CheckVerdict* verdict) const {
+void DsaChecker::check_attention(const DsaSample& sample, CheckVerdict* verdict) const {
   const int64_t layer = layers_[static_cast<size_t>(sample.row.layer)];
   const int64_t heads = inputs_.num_heads();
-  std::vector<bf16_t> query(static_cast<size_t>(heads * kRowWidth));
+  std::vector<bf16_t> query(static_cast<size_t>(heads * kDsaRowWidth));
   inputs_.query(layer, sample.row.request, sample.row.position, query);
-  std::vector<double> keys(sample.positions.size() * kRowWidth);
+  std::vector<double> keys(sample.positions.size() * kDsaRowWidth);
   for (size_t i = 0; i < sample.positions.size(); ++i) {
     const uint64_t token = inputs_.workload().token_id(sample.row.request, sample.positions[i]);
-    cached_latent_key(inputs_, layer, token, keys.data() + i * kRowWidth);
+    cached_latent_key(inputs_, layer, token, keys.data() + i * kDsaRowWidth);
   }
   int64_t rms_head = 0, lse_head = 0;
   for (int64_t h = 0; h < heads; ++h) {
-    const HeadError error = check_head(
-        std::span(query).subspan(static_cast<size_t>(h * kRowWidth), kRowWidth), keys, sample, h);
+    const HeadError error =
+        check_head(std::span(query).subspan(static_cast<size_t>(h * kDsaRowWidth), kDsaRowWidth),
+                   keys, sample, h);
     if (is_worse(error.rms, verdict->worst_rms)) verdict->worst_rms = error.rms, rms_head = h;
     if (is_worse(error.lse, verdict->worst_lse)) verdict->worst_lse = error.lse, lse_head = h;
   }
   const auto fail_head = [&](const char* kind, int64_t head, double error, double allowed) {
     fail(sample, "sparse_mla", kind,
-         "head " + std::to_string(head) + " is off by " + number(error) + ", allowed " +
-             number(allowed),
+         "head " + std::to_string(head) + " is off by " + error_text(error) + ", allowed " +
+             error_text(allowed),
          verdict);
   };
   if (!(verdict->worst_rms <= kOutputTolerance)) {
@@ -239,7 +229,7 @@ void RowChecker::check_attention(const CheckSample& sample, CheckVerdict* verdic
   }
 }
 
-std::vector<CheckVerdict> RowChecker::check(std::span<const CheckSample> samples) const {
+std::vector<CheckVerdict> DsaChecker::check(std::span<const DsaSample> samples) const {
   // Samples of one request and layer share their index keys.
   std::map<std::pair<int64_t, int64_t>, std::vector<size_t>> by_request;
   for (size_t i = 0; i < samples.size(); ++i) {
@@ -271,39 +261,4 @@ std::vector<CheckVerdict> RowChecker::check(std::span<const CheckSample> samples
   return verdicts;
 }
 
-void summarize_check(std::span<const CheckRow> rows, std::span<const CheckVerdict> verdicts,
-                     CheckSummary* summary) {
-  constexpr size_t kMaxFailures = 32;
-  std::set<int64_t> requests;
-  for (size_t i = 0; i < rows.size(); ++i) {
-    const CheckVerdict& verdict = verdicts[i];
-    requests.insert(rows[i].request);
-    ++summary->rows;
-    ++(rows[i].decode ? summary->rows_decode : summary->rows_prefill);
-    summary->rows_selecting += verdict.selecting ? 1 : 0;
-    summary->mismatches += verdict.failures.empty() ? 0 : 1;
-    const auto raise = [](double value, double* worst) {
-      if (is_worse(value, *worst)) *worst = value;
-    };
-    summary->rows_requantised += verdict.requantised ? 1 : 0;
-    raise(verdict.worst_rms, &summary->worst);
-    raise(verdict.worst_lse, &summary->worst_lse);
-    raise(verdict.selection_slack, &summary->selection_slack);
-    for (const CheckFailure& failure : verdict.failures) {
-      if (summary->failures.size() < kMaxFailures) summary->failures.push_back(failure);
-    }
-  }
-  summary->requests = static_cast<int64_t>(requests.size());
-}
-
 }  // namespace fovea::internal
-
-namespace fovea {
-
-std::string CheckFailure::message() const {
-  return "request " + std::to_string(request) + ", position " + std::to_string(position) +
-         ", layer " + std::to_string(layer) + " (" + layer_kind + "), " + op + ": " + kind + ": " +
-         detail;
-}
-
-}  // namespace fovea

@@ -1,4 +1,4 @@
-#include "src/replay/index_codes.h"
+#include "src/replay/dsa_index_codes.h"
 
 #include <algorithm>
 #include <array>
@@ -12,25 +12,17 @@ namespace {
 
 constexpr int64_t kKeyTile = 512;  // keys quantised at once
 
-IndexQuantize plan_quantize(const ModelSpec& model, int64_t max_rows,
+IndexQuantize plan_quantize(const DsaShape& shape, int64_t max_rows,
                             const std::string& implementation) {
   IndexQuantizeProblem problem;
   problem.max_rows = max_rows;
-  problem.num_heads = model.index_heads;
-  problem.head_dim = model.index_dim;
-  problem.rope_dim = model.rope_dim;
-  problem.rope_style = model.index_rope_style;
-  problem.hadamard = model.hadamard;
-  problem.scale_mode = model.index_scale_mode;
+  problem.num_heads = shape.index_heads;
+  problem.head_dim = shape.index_dim;
+  problem.rope_dim = shape.rope_dim;
+  problem.rope_style = shape.index_rope_style;
+  problem.hadamard = shape.hadamard;
+  problem.scale_mode = shape.index_scale_mode;
   return IndexQuantize::plan(problem, Device::cpu(1), {implementation});
-}
-
-int64_t longest_request(const Workload& workload) {
-  int64_t longest = 1;
-  for (int64_t r = 0; r < workload.num_requests(); ++r) {
-    longest = std::max(longest, workload.request(r).num_rows());
-  }
-  return longest;
 }
 
 const std::array<double, 256>& e4m3_values() {
@@ -56,18 +48,18 @@ double exact_dot(const double* a, const double* b, int64_t count) {
 
 }  // namespace
 
-IndexCodec::IndexCodec(const RowInputs& inputs, const std::string& implementation)
+IndexCodec::IndexCodec(const DsaInputs& inputs, const std::string& implementation)
     : inputs_(inputs),
-      quantize_keys_(plan_quantize(inputs.model(), kKeyTile, implementation)),
-      quantize_query_(plan_quantize(inputs.model(), 1, implementation)) {
-  const int64_t positions = longest_request(inputs.workload());
-  cos_sin_.resize(static_cast<size_t>(positions * inputs.model().rope_dim));
-  generate_cos_sin(positions, inputs.model().rope_dim, cos_sin_.data());
+      quantize_keys_(plan_quantize(inputs.shape(), kKeyTile, implementation)),
+      quantize_query_(plan_quantize(inputs.shape(), 1, implementation)) {
+  const int64_t positions = inputs.workload().max_rows();
+  cos_sin_.resize(static_cast<size_t>(positions * inputs.shape().rope_dim));
+  generate_cos_sin(positions, inputs.shape().rope_dim, cos_sin_.data());
 }
 
 IndexKeys IndexCodec::keys(int64_t layer, int64_t request, int64_t count) const {
-  const ModelSpec& model = inputs_.model();
-  const int64_t width = model.index_dim;
+  const DsaShape& shape = inputs_.shape();
+  const int64_t width = shape.index_dim;
   const auto row_size = static_cast<size_t>(width);
   IndexKeys keys;
   keys.codes.resize(static_cast<size_t>(count) * row_size);
@@ -77,7 +69,7 @@ IndexKeys IndexCodec::keys(int64_t layer, int64_t request, int64_t count) const 
   std::vector<bf16_t> raw(kKeyTile * row_size);
   std::vector<int32_t> positions(kKeyTile);
   HostBuffer workspace(quantize_keys_.workspace_bytes());
-  const auto max_positions = static_cast<int64_t>(cos_sin_.size()) / model.rope_dim;
+  const auto max_positions = static_cast<int64_t>(cos_sin_.size()) / shape.rope_dim;
   for (int64_t first = 0; first < count; first += kKeyTile) {
     const int64_t rows = std::min(kKeyTile, count - first);
     for (int64_t i = 0; i < rows; ++i) {
@@ -91,7 +83,7 @@ IndexKeys IndexCodec::keys(int64_t layer, int64_t request, int64_t count) const 
     tensors.norm_weight = make_tensor(weight.data(), DType::kF32, {width});
     tensors.norm_bias = make_tensor(bias.data(), DType::kF32, {width});
     tensors.positions = make_tensor(positions.data(), DType::kI32, {rows});
-    tensors.cos_sin = make_tensor(cos_sin_.data(), DType::kF32, {max_positions, model.rope_dim});
+    tensors.cos_sin = make_tensor(cos_sin_.data(), DType::kF32, {max_positions, shape.rope_dim});
     tensors.k_fp8 = make_tensor(keys.codes.data() + first * width, DType::kU8, {rows, width});
     tensors.k_scale = make_tensor(keys.scales.data() + first, DType::kF32, {rows});
     quantize_keys_.run(tensors, workspace.workspace());
@@ -100,9 +92,9 @@ IndexKeys IndexCodec::keys(int64_t layer, int64_t request, int64_t count) const 
 }
 
 IndexQuery IndexCodec::query(int64_t layer, int64_t request, int64_t position) const {
-  const ModelSpec& model = inputs_.model();
-  const int64_t heads = model.index_heads;
-  const int64_t width = model.index_dim;
+  const DsaShape& shape = inputs_.shape();
+  const int64_t heads = shape.index_heads;
+  const int64_t width = shape.index_dim;
   IndexQuery query;
   query.codes.resize(static_cast<size_t>(heads * width));
   query.scales.resize(static_cast<size_t>(heads));
@@ -112,12 +104,12 @@ IndexQuery IndexCodec::query(int64_t layer, int64_t request, int64_t position) c
   inputs_.index_query(layer, request, position, raw);
   inputs_.head_gate(layer, inputs_.workload().token_id(request, position), gate);
   const auto row = static_cast<int32_t>(position);
-  const auto max_positions = static_cast<int64_t>(cos_sin_.size()) / model.rope_dim;
+  const auto max_positions = static_cast<int64_t>(cos_sin_.size()) / shape.rope_dim;
   IndexQuantizeTensors tensors;
   tensors.q = make_tensor(raw.data(), DType::kBf16, {1, heads, width});
   tensors.head_gate = make_tensor(gate.data(), DType::kF32, {1, heads});
   tensors.positions = make_tensor(&row, DType::kI32, {1});
-  tensors.cos_sin = make_tensor(cos_sin_.data(), DType::kF32, {max_positions, model.rope_dim});
+  tensors.cos_sin = make_tensor(cos_sin_.data(), DType::kF32, {max_positions, shape.rope_dim});
   tensors.q_fp8 = make_tensor(query.codes.data(), DType::kU8, {1, heads, width});
   tensors.q_scale = make_tensor(query.scales.data(), DType::kF32, {1, heads});
   tensors.head_weight = make_tensor(query.head_weight.data(), DType::kF32, {1, heads});

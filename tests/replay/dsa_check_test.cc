@@ -1,4 +1,4 @@
-#include "src/replay/check.h"
+#include "src/replay/dsa_check.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -15,7 +15,7 @@
 #include "fovea/topk_select.h"
 #include "src/core/parallel.h"
 #include "src/core/tensor_generator.h"
-#include "src/replay/index_codes.h"
+#include "src/replay/dsa_index_codes.h"
 #include "tests/replay/tiny_model.h"
 #include "tests/support/memory.h"
 
@@ -43,6 +43,7 @@ class CheckTest : public testing::Test {
   CheckTest()
       : trace_(one_request()),
         model_(test::tiny_model()),
+        shape_(dsa_shape(model_)),
         workload_(trace_, {}),
         inputs_(model_, workload_, kHeads, 5),
         checker_(inputs_, {kLayer}, kTopk) {}
@@ -53,8 +54,8 @@ class CheckTest : public testing::Test {
     return trace;
   }
 
-  CheckSample sample_of(int64_t position) {
-    CheckSample sample;
+  DsaSample sample_of(int64_t position) {
+    DsaSample sample;
     sample.row = {0, position, 0, false};
     sample.positions = select(position);
     attend(&sample);
@@ -64,7 +65,7 @@ class CheckTest : public testing::Test {
   // The positions that quantisation, logits and top-k select.
   std::vector<int32_t> select(int64_t position) {
     const int64_t count = position + 1;
-    const int64_t hi = model_.index_heads;
+    const int64_t hi = shape_.index_heads;
     Tensor q(DType::kBf16, {count, hi, 128}), k(DType::kBf16, {count, 128});
     Tensor gate(DType::kF32, {count, hi}), weight(DType::kF32, {128}), bias(DType::kF32, {128});
     std::vector<int32_t> positions;
@@ -82,8 +83,8 @@ class CheckTest : public testing::Test {
     Tensor k_fp8(DType::kU8, {count, 128}), k_scale(DType::kF32, {count});
     Tensor head_weight(DType::kF32, {count, hi});
     const Device cpu = Device::cpu(1);
-    run_plan(IndexQuantize::plan({count, hi, 128, 64, model_.index_rope_style, model_.hadamard,
-                                  model_.index_scale_mode},
+    run_plan(IndexQuantize::plan({count, hi, 128, 64, shape_.index_rope_style, shape_.hadamard,
+                                  shape_.index_scale_mode},
                                  cpu, {"ref"}),
              IndexQuantizeTensors{q, k, weight, bias, gate, Tensor::i32({count}, positions),
                                   cos_sin, q_fp8, q_scale, k_fp8, k_scale, head_weight});
@@ -110,7 +111,7 @@ class CheckTest : public testing::Test {
   }
 
   // Output and lse of sparse_mla over the sample's positions, keys packed and read as v32.
-  void attend(CheckSample* sample) {
+  void attend(DsaSample* sample) {
     const int64_t count = sample->row.position + 1;
     Tensor k(DType::kBf16, {count, 576}), pool(DType::kU8, {count, 656});
     std::vector<int32_t> slots;
@@ -119,7 +120,7 @@ class CheckTest : public testing::Test {
       slots.push_back(static_cast<int32_t>(p));
     }
     const Device cpu = Device::cpu(1);
-    run_plan(PackRows::plan({count, RowFormat::kV32, 1, 576, model_.kv_scale_mode}, cpu, {"ref"}),
+    run_plan(PackRows::plan({count, RowFormat::kV32, 1, 576, shape_.kv_scale_mode}, cpu, {"ref"}),
              PackRowsTensors{k, Tensor::i32({count}, slots), pool});
     Tensor q(DType::kBf16, {1, kHeads, 576});
     inputs_.query(kLayer, 0, sample->row.position, {q.data<bf16_t>(), kHeads * 576});
@@ -128,7 +129,7 @@ class CheckTest : public testing::Test {
     problem.max_rows = 1;
     problem.num_heads = kHeads;
     problem.topk = width;
-    problem.softmax_scale = model_.softmax_scale;
+    problem.softmax_scale = shape_.softmax_scale;
     problem.row_format = RowFormat::kV32;
     problem.page_size = 1;
     Tensor out(DType::kBf16, {1, kHeads, 512}), lse(DType::kF32, {1, kHeads});
@@ -144,12 +145,12 @@ class CheckTest : public testing::Test {
     sample->lse = lse.values<float>();
   }
 
-  CheckVerdict check(const CheckSample& sample) {
+  CheckVerdict check(const DsaSample& sample) {
     return checker_.check(std::span(&sample, 1)).front();
   }
 
   // The only failure of a sample.
-  CheckFailure failure_of(const CheckSample& sample) {
+  CheckFailure failure_of(const DsaSample& sample) {
     const CheckVerdict verdict = check(sample);
     EXPECT_EQ(verdict.failures.size(), 1u);
     return verdict.failures.empty() ? CheckFailure{} : verdict.failures.front();
@@ -157,13 +158,14 @@ class CheckTest : public testing::Test {
 
   Trace trace_;
   ModelSpec model_;
+  const DsaShape& shape_;
   Workload workload_;
-  RowInputs inputs_;
-  RowChecker checker_;
+  DsaInputs inputs_;
+  DsaChecker checker_;
 };
 
 TEST_F(CheckTest, AcceptsWhatTheReferencesCompute) {
-  std::vector<CheckSample> samples;
+  std::vector<DsaSample> samples;
   for (const int64_t position : {0, 1, 5, 6, 7, 20, 41}) samples.push_back(sample_of(position));
   const std::vector<CheckVerdict> verdicts = checker_.check(samples);
   for (size_t i = 0; i < samples.size(); ++i) {
@@ -180,9 +182,9 @@ TEST_F(CheckTest, AcceptsWhatTheReferencesCompute) {
 }
 
 TEST_F(CheckTest, SeesAWrongSelection) {
-  const CheckSample sample = sample_of(41);
+  const DsaSample sample = sample_of(41);
   // Any position that was not selected takes the place of one that was.
-  std::vector<CheckSample> changed;
+  std::vector<DsaSample> changed;
   for (size_t i = 0; i < sample.positions.size(); ++i) {
     for (int32_t p = 0; p < 42; ++p) {
       const auto& right = sample.positions;
@@ -201,7 +203,7 @@ TEST_F(CheckTest, SeesAWrongSelection) {
 }
 
 TEST_F(CheckTest, SeesForeignRepeatedAndMissingPositions) {
-  CheckSample sample = sample_of(41);
+  DsaSample sample = sample_of(41);
   sample.positions[2] = -1;
   EXPECT_THAT(failure_of(sample).detail, HasSubstr("no visible token"));
   sample.positions[2] = 42;  // a future token
@@ -210,14 +212,14 @@ TEST_F(CheckTest, SeesForeignRepeatedAndMissingPositions) {
   EXPECT_THAT(failure_of(sample).detail, HasSubstr("selected twice"));
   sample.positions.erase(sample.positions.begin() + 2);
   EXPECT_THAT(failure_of(sample).detail, HasSubstr("5 keys are selected, expected 6"));
-  CheckSample short_row = sample_of(3);
+  DsaSample short_row = sample_of(3);
   short_row.positions.pop_back();
   EXPECT_THAT(failure_of(short_row).detail, HasSubstr("3 keys are selected, expected 4"));
 }
 
 TEST_F(CheckTest, SeesAWrongOutputAndLse) {
-  const CheckSample sample = sample_of(41);
-  CheckSample changed = sample;
+  const DsaSample sample = sample_of(41);
+  DsaSample changed = sample;
   // One head in error by 2 %: below the bf16 step of a single element, above the rms limit.
   for (size_t c = 512; c < 1024; ++c) {
     changed.output[c] = bf16_from_float(1.02f * bf16_to_float(changed.output[c]));
@@ -241,7 +243,7 @@ TEST_F(CheckTest, SeesAWrongOutputAndLse) {
 
 // A key of another token in place of one of the selected ones: what a wrong page does.
 TEST_F(CheckTest, SeesOneWrongKey) {
-  CheckSample sample = sample_of(41);
+  DsaSample sample = sample_of(41);
   const std::vector<int32_t> right = sample.positions;
   // Replacing the most distant target must show in output or selection; here the operator attends
   // to another position and still claims the right ones.
@@ -255,16 +257,16 @@ TEST_F(CheckTest, SeesOneWrongKey) {
 }
 
 TEST_F(CheckTest, SummaryCountsRowsAndKeepsTheWorst) {
-  const std::vector<CheckRow> rows = {{0, 3, 0, false}, {0, 41, 0, true}, {1, 9, 0, true}};
-  std::vector<CheckVerdict> verdicts(3);
-  verdicts[0].worst_rms = 1e-3;
-  verdicts[1].selecting = true;
-  verdicts[1].selection_slack = 1e-7;
-  verdicts[1].requantised = true;
-  verdicts[2].worst_lse = std::nan("");
-  verdicts[2].failures.resize(2);
+  std::vector<CheckedRow> rows = {
+      {{0, 3, 0, false}, {}}, {{0, 41, 0, true}, {}}, {{1, 9, 0, true}, {}}};
+  rows[0].verdict.worst_rms = 1e-3;
+  rows[1].verdict.selecting = true;
+  rows[1].verdict.selection_slack = 1e-7;
+  rows[1].verdict.requantised = true;
+  rows[2].verdict.worst_lse = std::nan("");
+  rows[2].verdict.failures.resize(2);
   CheckSummary summary;
-  summarize_check(rows, verdicts, &summary);
+  summarize_check(rows, &summary);
   EXPECT_EQ(summary.rows, 3);
   EXPECT_EQ(summary.rows_prefill, 1);
   EXPECT_EQ(summary.rows_decode, 2);
@@ -326,12 +328,12 @@ int64_t width_of_disagreement(const std::vector<double>& logits, const std::vect
 
 // The best implementation rounds an index code of about one row in a hundred the other way than the
 // reference. A selection that follows its codes is right, even where the reference's order differs.
-TEST(RowChecker, ARoundingOfIndexCodesIsNoMismatch) {
+TEST(DsaChecker, ARoundingOfIndexCodesIsNoMismatch) {
   Trace trace;
   trace.requests = {{0, 1700, 1, {1, 2, 3, 4}}};
-  const ModelSpec model = find_model("deepseek-v3.2");
+  const ModelSpec model = deepseek_v32();
   const Workload workload(trace, {});
-  const RowInputs inputs(model, workload, 1, 0);
+  const DsaInputs inputs(model, workload, 1, 0);
   const IndexCodec best(inputs, ""), reference(inputs, "ref");
   int64_t position = 699;
   while (++position < 1700 &&
@@ -343,7 +345,7 @@ TEST(RowChecker, ARoundingOfIndexCodesIsNoMismatch) {
       fp64_logits(best.query(0, 0, position), best.keys(0, 0, length), length);
   const int64_t topk = width_of_disagreement(
       logits, fp64_logits(reference.query(0, 0, position), reference.keys(0, 0, length), length));
-  CheckSample sample;
+  DsaSample sample;
   sample.row = {0, position, 0, false};
   sample.positions.resize(static_cast<size_t>(length));
   std::iota(sample.positions.begin(), sample.positions.end(), 0);
@@ -356,11 +358,11 @@ TEST(RowChecker, ARoundingOfIndexCodesIsNoMismatch) {
   sample.lse.resize(1);
   // Output and lse are empty and fail; the selection comes first.
   const CheckVerdict by_reference =
-      RowChecker(inputs, {0}, topk, "ref").check(std::span(&sample, 1)).front();
+      DsaChecker(inputs, {0}, topk, "ref").check(std::span(&sample, 1)).front();
   ASSERT_EQ(by_reference.failures.front().kind, "selection");
   EXPECT_FALSE(by_reference.requantised);
   EXPECT_GT(by_reference.selection_slack, kSelectionTolerance);
-  const CheckVerdict verdict = RowChecker(inputs, {0}, topk).check(std::span(&sample, 1)).front();
+  const CheckVerdict verdict = DsaChecker(inputs, {0}, topk).check(std::span(&sample, 1)).front();
   EXPECT_EQ(verdict.failures.front().kind, "output");
   EXPECT_TRUE(verdict.requantised);
   EXPECT_LE(verdict.selection_slack, kSelectionTolerance);

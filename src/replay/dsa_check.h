@@ -5,41 +5,31 @@
 #include <vector>
 
 #include "fovea/replay.h"
-#include "src/replay/index_codes.h"
-#include "src/replay/row_inputs.h"
+#include "src/replay/check_summary.h"
+#include "src/replay/dsa_index_codes.h"
+#include "src/replay/dsa_inputs.h"
 #include "src/replay/run_plan.h"
 
 /// Recomputation of sampled rows in fp64, from the generator and the reference codecs alone: no
 /// cache, no page, no sharing.
 namespace fovea::internal {
 
-inline constexpr double kOutputTolerance = 5e-3;        ///< Relative rms of a head's output.
-inline constexpr double kLseTolerance = 1e-3;           ///< Absolute.
 inline constexpr double kSelectionTolerance = 0x1p-16;  ///< Of the row's max |logit|.
 
 /// What the backend produced for one row.
-struct CheckSample {
+struct DsaSample {
   CheckRow row;
   std::vector<int32_t> positions;  ///< Selected; -1 for a slot that is not the request's.
   std::vector<bf16_t> output;      ///< [H, 512]
   std::vector<float> lse;          ///< [H]
 };
 
-struct CheckVerdict {
-  bool selecting = false;
-  double worst_rms = 0;
-  double worst_lse = 0;
-  double selection_slack = 0;
-  bool requantised = false;  ///< Right for the run's own index codes only.
-  std::vector<CheckFailure> failures;
-};
-
 /// Thread-safe.
-class RowChecker {
+class DsaChecker {
  public:
   /// `layers`: model layer ids, by index; `topk`: selection width of the run; `implementation`:
   /// what the run forces, empty for the best.
-  RowChecker(const RowInputs& inputs, std::vector<int64_t> layers, int64_t topk,
+  DsaChecker(const DsaInputs& inputs, std::vector<int64_t> layers, int64_t topk,
              const std::string& implementation = "");
 
   /// Verdicts of samples, in their order; runs in parallel inside the caller's ThreadScope.
@@ -53,7 +43,7 @@ class RowChecker {
   /// ran, after these have been compared with the reference's.
   ///
   /// Output and lse: fp64 attention over the selected keys.
-  std::vector<CheckVerdict> check(std::span<const CheckSample> samples) const;
+  std::vector<CheckVerdict> check(std::span<const DsaSample> samples) const;
 
  private:
   // How far a selection is from that of given logits.
@@ -67,9 +57,8 @@ class RowChecker {
                             const std::vector<double>& logits) const;
   bool same_codes(const CheckRow& row, const IndexQuery& query, const IndexQuery& run_query,
                   const IndexKeys& keys, const IndexKeys& run_keys) const;
-  void check_selection(const CheckSample& sample, const IndexKeys& keys,
-                       CheckVerdict* verdict) const;
-  void check_logits(const CheckSample& sample, const std::vector<bool>& selected,
+  void check_selection(const DsaSample& sample, const IndexKeys& keys, CheckVerdict* verdict) const;
+  void check_logits(const DsaSample& sample, const std::vector<bool>& selected,
                     const IndexKeys& keys, CheckVerdict* verdict) const;
   // Relative rms error of the output and |lse error|.
   struct HeadError {
@@ -77,20 +66,16 @@ class RowChecker {
     double lse = 0;
   };
   HeadError check_head(std::span<const bf16_t> raw_query, std::span<const double> keys,
-                       const CheckSample& sample, int64_t head) const;
-  void check_attention(const CheckSample& sample, CheckVerdict* verdict) const;
-  void fail(const CheckSample& sample, const char* op, const char* kind, std::string detail,
+                       const DsaSample& sample, int64_t head) const;
+  void check_attention(const DsaSample& sample, CheckVerdict* verdict) const;
+  void fail(const DsaSample& sample, const char* op, const char* kind, std::string detail,
             CheckVerdict* verdict) const;
 
-  const RowInputs& inputs_;
+  const DsaInputs& inputs_;
   std::vector<int64_t> layers_;
   int64_t topk_;
   IndexCodec reference_;
   IndexCodec run_;
 };
-
-/// Adds verdicts to a summary. `rows` is parallel to `verdicts`.
-void summarize_check(std::span<const CheckRow> rows, std::span<const CheckVerdict> verdicts,
-                     CheckSummary* summary);
 
 }  // namespace fovea::internal
