@@ -29,6 +29,8 @@ HEADER_ROOM = {
     "index_select.h": "index",
     "sparse_mla.h": "mla", "mha_varlen.h": "mla", "merge_lse.h": "mla",
     "mla_inputs.h": "mla",
+    "kda.h": "kda", "kda_gate.h": "kda", "kda_prefill.h": "kda", "kda_decode.h": "kda", "kda_verify.h": "kda",
+    "kda_commit.h": "kda", "kda_stages.h": "kda", "causal_conv1d.h": "kda",
     "dsa_backend.h": "serving",
     "trace.h": "replay", "replay.h": "replay",
     "fovea.h": "cli",  # the umbrella: for users, never included inside

@@ -1,6 +1,7 @@
 #pragma once
 
 // Everything at once, for users; inside the library each file includes what it uses.
+#include "fovea/causal_conv1d.h"
 #include "fovea/ceilings.h"
 #include "fovea/ceilings_file.h"
 #include "fovea/compare.h"
@@ -17,6 +18,13 @@
 #include "fovea/index_quantize.h"
 #include "fovea/index_select.h"
 #include "fovea/json.h"
+#include "fovea/kda.h"
+#include "fovea/kda_commit.h"
+#include "fovea/kda_decode.h"
+#include "fovea/kda_gate.h"
+#include "fovea/kda_prefill.h"
+#include "fovea/kda_stages.h"
+#include "fovea/kda_verify.h"
 #include "fovea/kv_pool.h"
 #include "fovea/log.h"
 #include "fovea/merge_lse.h"

@@ -79,7 +79,9 @@ struct KdaLayer {
   DType state_dtype = DType::kF32;  ///< Of stored states: kF32 or kBf16 (rounded to nearest even).
 };
 
-/// What `check` finds wrong with the device contents of a KDA call.
+/// What `check` finds wrong with the device contents of a KDA call: the first fault in this order,
+/// at its lowest entry. A slot below 0 is padding, never a fault; a snapshot with such a slot is
+/// not looked at.
 enum class KdaFault : int32_t {
   kNone,
   kOffsets,           ///< q_indptr falls, starts below 0 or ends past T; entry: the offset

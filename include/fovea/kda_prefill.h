@@ -47,7 +47,8 @@ struct KdaPrefillTensors {
   /// each. Entries past the sum keep their bytes; entries past E are not written.
   TensorView chunk_states{};
   TensorView out{};     ///< bf16 [T, HV, V]
-  TensorView report{};  ///< optional i32 [2], with check: KdaFault and the entry that shows it
+  TensorView report{};  ///< optional i32 [2], with check: KdaFault and the entry that shows it, or
+                        ///< kNone and -1
 };
 
 /// Kimi Delta Attention over packed sequences: the recurrence of KdaLayer from each sequence's
@@ -78,7 +79,8 @@ struct KdaPrefillTensors {
 /// the value heads that it touches.
 ///
 /// With `check` a fault of the contents (KdaFault) is found before anything is written: on the CPU
-/// run() throws Error(kInvalidArgument) naming it; on a GPU the call writes only `report`.
+/// run() throws Error(kInvalidArgument) naming it; on a GPU the call returns. Either way only
+/// `report` has been written.
 ///
 /// plan() throws Error(kInvalidArgument) for a value outside the ranges named above, and for slots
 /// with kKv; run() for tensors that contradict the plan, before it writes; it does not allocate.

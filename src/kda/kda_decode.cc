@@ -1,0 +1,82 @@
+#include "fovea/kda_decode.h"
+
+#include "src/core/check.h"
+#include "src/core/implementation_list.h"
+#include "src/kda/kda_checks.h"
+#include "src/kda/kda_decode_impl.h"
+
+namespace fovea {
+namespace {
+
+constexpr char kOp[] = "kda_decode";
+
+constexpr internal::Implementation<KdaDecodeProblem, KdaDecodeTensors> kImplementations[] = {
+    {"ref", DeviceKind::kCpu, nullptr, nullptr, internal::kda_decode_ref_workspace,
+     internal::kda_decode_ref},
+};
+
+const internal::OperatorRegistration kRegistration("kda", kOp, [] {
+  return internal::list_implementations(kImplementations);
+});
+
+void check_problem(const KdaDecodeProblem& problem) {
+  internal::check_range(kOp, "max_rows", problem.max_rows, 0, internal::kMaxKdaCount);
+  internal::check_kda_layer(kOp, problem.layer);
+}
+
+void check_inputs(const KdaDecodeProblem& problem, const KdaDecodeTensors& tensors, int64_t rows) {
+  const KdaLayer& layer = problem.layer;
+  if (tensors.qkv.defined()) {
+    if (tensors.q.defined() || tensors.k.defined() || tensors.v.defined()) {
+      internal::invalid(kOp, "qkv comes instead of q, k and v; pass one form");
+    }
+    internal::check_tensor(
+        kOp, "qkv", tensors.qkv, DType::kBf16,
+        {rows, 2 * layer.num_heads * layer.head_dim_k + layer.num_value_heads * layer.head_dim_v});
+  }
+  internal::check_kda_rows(kOp, layer, internal::split_qkv(layer, tensors), rows);
+}
+
+void check_tensors(const KdaDecodeProblem& problem, const KdaDecodeTensors& tensors) {
+  const KdaLayer& layer = problem.layer;
+  internal::check_tensor(kOp, "out", tensors.out, DType::kBf16,
+                         {internal::kAnyExtent, layer.num_value_heads, layer.head_dim_v});
+  const int64_t rows = tensors.out.shape[0];
+  internal::check_range(kOp, "out.shape[0]", rows, 0, problem.max_rows);
+  check_inputs(problem, tensors, rows);
+  internal::check_tensor(
+      kOp, "state", tensors.state, layer.state_dtype,
+      {internal::kAnyExtent, layer.num_value_heads, layer.head_dim_v, layer.head_dim_k});
+  internal::check_slots(kOp, "slot", tensors.slot, rows);
+  const int64_t slots = tensors.state.shape[0];
+  internal::check_range(kOp, "state.shape[0]", slots, tensors.slot.defined() ? 0 : rows,
+                        internal::kMaxKdaCount);
+  internal::check_optional(kOp, "has_initial_state", tensors.has_initial_state, DType::kU8, {rows});
+  internal::check_report(kOp, tensors.report, problem.check);
+}
+
+}  // namespace
+
+namespace internal {
+
+int64_t kda_decode_check_elements(const KdaDecodeProblem& problem) {
+  return problem.check ? fault_scratch_elements(problem.max_rows, 0) : 0;
+}
+
+void judge_kda_decode(const KdaDecodeProblem& problem, const KdaDecodeTensors& tensors,
+                      int64_t* scratch) {
+  if (!problem.check) return;
+  const KdaContents contents{.out_slot = tensors.slot, .slots = tensors.state.shape[0]};
+  report_fault(kOp, find_fault(contents, scratch), tensors.report);
+}
+
+}  // namespace internal
+
+KdaDecode KdaDecode::plan(const KdaDecodeProblem& problem, const Device& device,
+                          const Options& options) {
+  check_problem(problem);
+  return KdaDecode(
+      internal::make_plan(kOp, kImplementations, problem, device, options, check_tensors));
+}
+
+}  // namespace fovea
