@@ -22,5 +22,8 @@ void run_mha_varlen(OperatorCall& call);
 void run_merge_lse(OperatorCall& call);
 void run_concat_absorbed_q(OperatorCall& call);
 void run_mla_rope_quantize(OperatorCall& call);
+void run_kda_gate(OperatorCall& call);
+void run_kda_prefill(OperatorCall& call);
+void run_kda_decode(OperatorCall& call);
 
 }  // namespace fovea::cli

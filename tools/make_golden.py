@@ -795,11 +795,120 @@ def mla_input_cases(folder, rng):
         write(folder, "mla_rope_quantize", style, params, inputs | {"positions": positions, "cos_sin": cos_sin}, expected)
 
 
+# ---- kda ------------------------------------------------------------------------------------------------------------
+def log_decay(kind, g, a_log, dt_bias, bound):
+    """Natural log decay [T, HV, K]."""
+    if kind == "given":
+        return np.asarray(g, np.float64)
+    a = (np.asarray(g, np.float32) + dt_bias).astype(np.float64)
+    rate = np.exp(a_log.astype(np.float64))[:, None]
+    return -rate * np.logaddexp(0, a) if kind == "softplus" else bound / (1 + np.exp(-rate * a))
+
+
+def delta_rule(q, k, v, decay, beta, state, scale):
+    """One value head: q, k, decay [T, K], v [T, V], beta [T], state [K, V]; outputs [T, V] and the states after every token."""
+    outputs, states = [], []
+    for q_t, k_t, v_t, decay_t, beta_t in zip(q, k, v, decay, beta):
+        state = np.diag(np.exp(decay_t)) @ state
+        state = state + np.outer(k_t, beta_t * (v_t - k_t @ state))
+        outputs.append(scale * (q_t @ state))
+        states.append(state)
+    return np.array(outputs), states
+
+
+def unit(x):
+    return x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6)
+
+
+def kda_rows(rng, rows, heads, value_heads, dim_k, dim_v):
+    return {
+        "q": Bf16(rng.normal(size=(rows, heads, dim_k))),
+        "k": Bf16(rng.normal(size=(rows, heads, dim_k))),
+        "v": Bf16(rng.normal(size=(rows, value_heads, dim_v))),
+        "g": Bf16(rng.normal(size=(rows, value_heads, dim_k))),
+        "beta": rng.normal(size=(rows, value_heads)).astype(np.float32),
+        "a_log": rng.uniform(-2, 1, value_heads).astype(np.float32),
+        "dt_bias": rng.normal(size=(value_heads, dim_k)).astype(np.float32),
+    }
+
+
+def kda_head(inputs, kind, bound, h, first, last, state):
+    """Rows first..last-1 of value head h with normalised q and k and logits as beta; state [V, K] as stored."""
+    group = inputs["v"].values.shape[1] // inputs["q"].values.shape[1]
+    decay = log_decay(kind, inputs["g"].values, inputs["a_log"], inputs["dt_bias"], bound)
+    beta = 1 / (1 + np.exp(-inputs["beta"].astype(np.float64)))
+    q, k = unit(inputs["q"].values[first:last, h // group]), unit(inputs["k"].values[first:last, h // group])
+    v = inputs["v"].values[first:last, h]
+    out, states = delta_rule(q, k, v, decay[first:last, h], beta[first:last, h], state.T, q.shape[1] ** -0.5)
+    return out, [state] + [s.T for s in states]
+
+
+def kda_gate_cases(folder, rng):
+    for kind in ("softplus", "lower_bound"):
+        inputs = kda_rows(rng, 3, 1, 2, 6, 1)
+        inputs = {name: inputs[name] for name in ("g", "a_log", "dt_bias")}
+        params = {"gate": kind} | ({"lower_bound": -3.0} if kind == "lower_bound" else {})
+        expected = log_decay(kind, inputs["g"].values, inputs["a_log"], inputs["dt_bias"], -3.0)
+        write(folder, "kda_gate", kind, params, inputs, {"log_decay": expected.astype(np.float32)})
+
+
+def kda_prefill_case(folder, rng):
+    """A fork from slot 0, an empty sequence that copies slot 1, a fresh sequence without an out slot; snapshots of the first."""
+    heads, dim_k, dim_v = 2, 5, 3
+    inputs = kda_rows(rng, 20, 1, heads, dim_k, dim_v)
+    pool = rng.normal(size=(6, heads, dim_v, dim_k)).astype(np.float32)
+    starts, in_slot, out_slot = [0, 17, 17, 19], [0, 1, -1], [2, 3, -1]
+    positions, targets = [16, 17, 5], [4, 5, 1]  # chunk 16: 5 writes nothing
+    out, after = np.zeros((20, heads, dim_v)), pool.copy()
+    for n in range(3):
+        for h in range(heads):
+            state = pool[in_slot[n], h].astype(np.float64) if in_slot[n] >= 0 else np.zeros((dim_v, dim_k))
+            rows, states = kda_head(inputs, "lower_bound", -5.0, h, starts[n], starts[n + 1], state)
+            if len(rows):
+                out[starts[n] : starts[n + 1], h] = rows
+            if out_slot[n] >= 0:
+                after[out_slot[n], h] = states[-1]
+            if n == 0:
+                after[4, h], after[5, h] = states[16], states[17]
+    params = {"gate": "lower_bound", "beta_kind": "logit", "normalise": True, "chunk": 16, "commit": "staged"}
+    lists = {"q_indptr": starts, "in_slot": in_slot, "out_slot": out_slot}
+    lists |= {"snapshot_seq": [0, 0, 0], "snapshot_pos": positions, "snapshot_slot": targets}
+    inputs |= {"state": pool} | {name: i32(values) for name, values in lists.items()}
+    write(folder, "kda_prefill", "pool", params, inputs, {"out": Bf16(out), "state": after})
+
+
+def kda_decode_case(folder, rng):
+    heads, dim_k, dim_v = 4, 4, 3
+    inputs = kda_rows(rng, 3, 2, heads, dim_k, dim_v)
+    pool = rng.normal(size=(4, heads, dim_v, dim_k)).astype(np.float32)
+    slots, fresh = [3, -1, 0], [1, 1, 0]
+    out, after = np.zeros((3, heads, dim_v)), pool.copy()
+    for t, slot in enumerate(slots):
+        for h in range(heads):
+            if slot >= 0:
+                state = pool[slot, h].astype(np.float64) if fresh[t] else np.zeros((dim_v, dim_k))
+                rows, states = kda_head(inputs, "softplus", 0, h, t, t + 1, state)
+                out[t, h], after[slot, h] = rows[0], states[-1]
+    pool[0] = np.nan  # not a start: has_initial_state is 0
+    packed = [inputs.pop(name).bits.reshape(3, -1) for name in ("q", "k", "v")]
+    inputs |= {"qkv": Bf16.of_bits(np.concatenate(packed, axis=1)), "state": pool}
+    inputs |= {"slot": i32(slots), "has_initial_state": np.asarray(fresh, np.uint8)}
+    params = {"gate": "softplus", "beta_kind": "logit", "normalise": True}
+    write(folder, "kda_decode", "packed_row", params, inputs, {"out": Bf16(out), "state": after})
+
+
+def kda_cases(folder, rng):
+    kda_gate_cases(folder, rng)
+    kda_prefill_case(folder, rng)
+    kda_decode_case(folder, rng)
+
+
 def main():
     root = pathlib.Path(__file__).resolve().parents[1]
     folder = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else root / "tests" / "golden"
     folder.mkdir(parents=True, exist_ok=True)
-    for number, make in enumerate((cache_cases, batch_cases, index_cases, sparse_cases, mha_cases, merge_cases, mla_input_cases)):
+    makers = (cache_cases, batch_cases, index_cases, sparse_cases, mha_cases, merge_cases, mla_input_cases, kda_cases)
+    for number, make in enumerate(makers):
         make(folder, np.random.default_rng(number))
     sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
     print(f"{len(sizes)} files, {sum(sizes)} bytes in {folder}")

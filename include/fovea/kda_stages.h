@@ -11,9 +11,9 @@
 /// test and time one by one. KdaPrefill is their composition (it may fuse them).
 ///
 /// Rows are packed as in KdaPrefillTensors. Chunks of C rows start anew with every sequence; chunks
-/// are counted sequence by sequence, ceil(len / C) each, E in all; max_chunks bounds E, and an
-/// array [E, ..] may be longer. G is the inclusive sum, within the row's chunk, of the log decay in
-/// base 2, each term clamped to >= -160.
+/// are counted sequence by sequence, ceil(len / C) each, E in all; an array [E, ..] may be longer,
+/// and of a shorter one the chunks that it lacks are left out. G is the inclusive sum, within the
+/// row's chunk, of the log decay in base 2, each term clamped to >= -160.
 namespace fovea {
 
 struct KdaStageProblem {

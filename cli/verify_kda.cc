@@ -1,0 +1,148 @@
+// fovea verify: problems of the room kda.
+
+#include <cmath>
+
+#include "cli/verify_cases.h"
+#include "fovea/numeric.h"
+
+namespace fovea::cli {
+namespace {
+
+// Implementations may multiply in bf16: 3e-3 of the output besides its rounding, 1e-3 of a fp32
+// state. An element may be off by several times the rms of the whole.
+constexpr Tolerance kOutTolerance{2e-2, 2.01 / 128, 5e-3};
+constexpr Tolerance kStateTolerance{1e-2, 2.01 / 128, 1e-3};
+
+struct Sizes {
+  int64_t rows, heads, value_heads, dim_k, dim_v;
+};
+
+void add_gate(CaseBuilder& builder, const std::string& gate, DType dtype, const Sizes& sizes) {
+  builder.param("gate", gate).normals("g", dtype, {sizes.rows, sizes.value_heads, sizes.dim_k}, 2);
+  if (gate == "given") {
+    for (int64_t i = 0; i < sizes.rows * sizes.value_heads * sizes.dim_k; ++i) {
+      const double x = builder.random().chance(0.05) ? 1000 : builder.random().normal();
+      const auto value = static_cast<float>(-0.3 * x * x);
+      if (dtype == DType::kF32) {
+        builder.at<float>("g", i) = value;
+      } else {
+        builder.at<bf16_t>("g", i) = bf16_from_float(value);
+      }
+    }
+    return;
+  }
+  builder.normals("a_log", DType::kF32, {sizes.value_heads}, 1);
+  builder.normals("dt_bias", DType::kF32, {sizes.value_heads, sizes.dim_k}, 1);
+}
+
+void add_rows(CaseBuilder& builder, const std::string& gate, DType dtype, const Sizes& sizes) {
+  const double key_scale = 1 / std::sqrt(static_cast<double>(sizes.dim_k));
+  builder.normals("q", DType::kBf16, {sizes.rows, sizes.heads, sizes.dim_k}, 3 * key_scale)
+      .normals("k", DType::kBf16, {sizes.rows, sizes.heads, sizes.dim_k}, key_scale)
+      .normals("v", DType::kBf16, {sizes.rows, sizes.value_heads, sizes.dim_v})
+      .normals("beta", dtype, {sizes.rows, sizes.value_heads})
+      .param("beta_kind", "logit");
+  add_gate(builder, gate, dtype, sizes);
+}
+
+std::vector<VerifyCase> make_gate_cases(uint64_t seed) {
+  std::vector<VerifyCase> cases;
+  for (const char* gate : {"softplus", "lower_bound", "given"}) {
+    for (const DType dtype : {DType::kBf16, DType::kF32}) {
+      CaseBuilder builder(std::string(gate) + "_" + std::string(to_string(dtype)), seed);
+      add_gate(builder, gate, dtype, {19, 1, 3, 100, 1});
+      if (gate == std::string("lower_bound")) builder.param("lower_bound", -2.5);
+      cases.push_back(builder.take());
+    }
+  }
+  return cases;
+}
+
+VerifyCase make_prefill_case(const std::string& name, const std::string& gate, DType dtype,
+                             const Sizes& sizes, const std::vector<int32_t>& q_indptr,
+                             uint64_t seed) {
+  CaseBuilder builder(name, seed);
+  add_rows(builder, gate, dtype, sizes);
+  builder.list("q_indptr", q_indptr);
+  const auto sequences = static_cast<int64_t>(q_indptr.size()) - 1;
+  builder.normals("state", DType::kF32, {sequences, sizes.value_heads, sizes.dim_v, sizes.dim_k},
+                  0.5);
+  builder.param("normalise", true);
+  return builder.take();
+}
+
+// Forks, padding, a fresh slot and snapshots in a pool.
+VerifyCase make_pool_case(const std::string& name, DType dtype, const char* commit, uint64_t seed) {
+  CaseBuilder builder(name, seed);
+  const Sizes sizes{150, 2, 4, 64, 32};
+  add_rows(builder, "lower_bound", DType::kBf16, sizes);
+  builder.list("q_indptr", {0, 70, 70, 139, 150})
+      .normals("state", dtype, {9, sizes.value_heads, sizes.dim_v, sizes.dim_k}, 0.5)
+      .list("in_slot", {0, 0, 2, -1})
+      .list("out_slot", {0, 1, 100, 3})
+      .list("snapshot_seq", {0, 2, 2, 3, 7})
+      .list("snapshot_pos", {64, 69, 63, 0, 0})
+      .list("snapshot_slot", {4, 5, 6, 7, 8})
+      .param("commit", commit);
+  return builder.take();
+}
+
+std::vector<VerifyCase> make_prefill_cases(uint64_t seed) {
+  std::vector<VerifyCase> cases;
+  const DType bf16 = DType::kBf16;
+  cases.push_back(
+      make_prefill_case("softplus", "softplus", bf16, {97, 2, 4, 128, 128}, {0, 15, 97}, seed));
+  cases.push_back(make_prefill_case("lower_bound", "lower_bound", DType::kF32, {130, 1, 1, 64, 64},
+                                    {0, 130}, seed));
+  cases.push_back(make_prefill_case("given", "given", DType::kF32, {100, 1, 2, 60, 100},
+                                    {0, 33, 33, 100}, seed));
+  cases.push_back(
+      make_prefill_case("rows_of_nobody", "softplus", bf16, {40, 1, 2, 16, 16}, {3, 20, 31}, seed));
+  cases.push_back(make_prefill_case("hostile_offsets", "softplus", bf16, {40, 1, 2, 16, 16},
+                                    {-5, 20, 10, 2000000000}, seed));
+  cases.push_back(
+      make_prefill_case("no_sequences", "softplus", bf16, {4, 1, 2, 16, 16}, {0}, seed));
+  cases.push_back(make_pool_case("pool_f32", DType::kF32, "direct", seed));
+  cases.push_back(make_pool_case("pool_f32_staged", DType::kF32, "staged", seed));
+  return cases;
+}
+
+std::vector<VerifyCase> make_decode_cases(uint64_t seed) {
+  std::vector<VerifyCase> cases;
+  for (const char* gate : {"softplus", "lower_bound", "given"}) {
+    CaseBuilder builder(gate, seed);
+    const Sizes sizes{5, 2, 4, 128, 128};
+    add_rows(builder, gate, DType::kF32, sizes);
+    builder.normals("state", DType::kF32, {8, 4, 128, 128}, 0.5)
+        .list("slot", {7, -1, 0, 8, 3})
+        .param("normalise", true);
+    cases.push_back(builder.take());
+  }
+  CaseBuilder builder("packed_row", seed);
+  const Sizes sizes{3, 2, 6, 60, 20};
+  add_gate(builder, "softplus", DType::kBf16, sizes);
+  builder.normals("qkv", DType::kBf16, {3, 2 * 2 * 60 + 6 * 20})
+      .normals("beta", DType::kF32, {3, 6})
+      .normals("state", DType::kF32, {3, 6, 20, 60}, 0.5)
+      .param("beta_kind", "logit")
+      .param("allow_neg_eigval", true)
+      .param("normalise", true);
+  cases.push_back(builder.take());
+  return cases;
+}
+
+}  // namespace
+
+void add_verify_kda(std::vector<VerifyOperator>& list) {
+  list.push_back({"kda_gate", make_gate_cases, {{"log_decay", kFp32Tolerance}}, nullptr});
+  list.push_back({"kda_prefill",
+                  make_prefill_cases,
+                  {{"out", kOutTolerance}, {"state", kStateTolerance}},
+                  nullptr});
+  list.push_back({"kda_decode",
+                  make_decode_cases,
+                  {{"out", kOutTolerance}, {"state", kFp32Tolerance}},
+                  nullptr});
+}
+
+}  // namespace fovea::cli
