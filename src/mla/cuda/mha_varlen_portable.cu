@@ -192,35 +192,13 @@ struct RowState {
   float sum[2] = {0, 0};                  // the lane's share
 };
 
-// The warp's queries: kept in registers, or fetched step by step.
-template <int kWarps, bool kHeld>
-struct Queries {
-  MmaA held[kHeld ? kQkDim / 16 : 1];
-
-  __device__ void fetch(const SharedMemory<kWarps>& shared) {
-    if constexpr (kHeld) {
-#pragma unroll
-      for (int step = 0; step < kQkDim / 16; ++step) held[step] = load(shared, step);
-    }
-  }
-  __device__ MmaA operator()(const SharedMemory<kWarps>& shared, int step) const {
-    return kHeld ? held[kHeld ? step : 0] : load(shared, step);
-  }
-
- private:
-  __device__ static MmaA load(const SharedMemory<kWarps>& shared, int step) {
-    return cuda::load_a(&shared.q[threadIdx.x / kWarpThreads * kWarpRows][16 * step],
-                        row_stride(kQkDim));
-  }
-};
-
 // logits[n]: keys 8 n .. 8 n + 7 of the warp's rows, not yet scaled.
-template <int kWarps, bool kHeld>
-__device__ void multiply_keys(const SharedMemory<kWarps>& shared,
-                              const Queries<kWarps, kHeld>& queries, MmaC (&logits)[kKeys / 8]) {
+template <int kWarps>
+__device__ void multiply_keys(const SharedMemory<kWarps>& shared, MmaC (&logits)[kKeys / 8]) {
+  const int first_row = static_cast<int>(threadIdx.x) / kWarpThreads * kWarpRows;
 #pragma unroll
   for (int step = 0; step < kQkDim / 16; ++step) {
-    const MmaA a = queries(shared, step);
+    const MmaA a = cuda::load_a(&shared.q[first_row][16 * step], row_stride(kQkDim));
 #pragma unroll
     for (int n = 0; n < kKeys / 8; n += 2) {
       MmaB b0, b1;
@@ -384,7 +362,7 @@ __device__ int64_t request_of_tile(const Params& params, int64_t tile) {
   return cuda::count_up_to(first_tile, params.num_requests, tile) - 1;
 }
 
-template <int kWarps, bool kHeld>
+template <int kWarps>
 __global__ void __launch_bounds__(kWarps* kWarpThreads, 8 / kWarps)
     attend(const __grid_constant__ Params params) {
   using Shared = SharedMemory<kWarps>;
@@ -429,7 +407,6 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads, 8 / kWarps)
 
   MmaC values[kValueDim / 8] = {};
   RowState state;
-  Queries<kWarps, kHeld> queries;
   if (walk.num_keys > 0) {
     load_rows<kWarps>(params.q.row(first_t, head), params.q.stride[0], count, params.aligned,
                       shared.q);
@@ -443,8 +420,7 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads, 8 / kWarps)
     MmaC weights[kKeys / 8] = {};
     cuda::wait_copies<1>();
     __syncthreads();
-    if (key == 0) queries.fetch(shared);
-    multiply_keys(shared, queries, weights);
+    multiply_keys(shared, weights);
     __syncthreads();
     if (more) {
       load_keys(key + kKeys);
@@ -583,18 +559,17 @@ bool rows_are_aligned(const Accessor<T, 3>& rows, int64_t bytes) {
 constexpr int kFewWarps = 4;
 constexpr int kManyWarps = 8;
 
-template <int kWarps, bool kHeld>
+template <int kWarps>
 void launch_attend(Params params, Stream stream) {
   using Shared = SharedMemory<kWarps>;
   params.num_tiles = params.q.shape[0] / Shared::kRows + params.num_requests;
-  cuda::launch("mha_varlen", attend<kWarps, kHeld>,
+  cuda::launch("mha_varlen", attend<kWarps>,
                {dim3(static_cast<unsigned>(params.num_tiles * params.q.shape[1])),
                 dim3(kWarps * kWarpThreads), sizeof(Shared)},
                stream, params);
 }
 
 bool takes_many_warps(const MhaVarlenProblem& problem, const Device& device) {
-  if (const char* e = getenv("MHA_W")) return e[0] == '8';
   const cuda::DeviceFacts& facts = cuda::device_facts(device.ordinal);
   const double tiles = static_cast<double>(problem.max_rows / (kManyWarps * kWarpRows));
   return facts.max_shared_bytes >= int64_t{sizeof(SharedMemory<kManyWarps>)} &&
@@ -661,13 +636,10 @@ void mha_varlen_cuda_portable(const MhaVarlenProblem& problem, const Device& dev
                              params.num_requests + 1};
   cuda::launch("mha_varlen", clean_offsets, {dim3(2), dim3(kOffsetThreads)}, stream, offsets);
   if (is_model_shape(problem)) {
-    const char* e = getenv("MHA_W");
-    if (e != nullptr && e[1] == 'h') {
-      e[0] == '8' ? launch_attend<8, true>(params, stream) : launch_attend<4, true>(params, stream);
-    } else if (takes_many_warps(problem, device)) {
-      launch_attend<kManyWarps, false>(params, stream);
+    if (takes_many_warps(problem, device)) {
+      launch_attend<kManyWarps>(params, stream);
     } else {
-      launch_attend<kFewWarps, false>(params, stream);
+      launch_attend<kFewWarps>(params, stream);
     }
   } else {
     cuda::launch(
