@@ -1,0 +1,427 @@
+#pragma once
+
+#include <cstdint>
+
+#include "src/core/cuda/async_copy.cuh"
+#include "src/core/cuda/mma_tf32.cuh"
+#include "src/core/cuda/vector_io.cuh"
+#include "src/kda/cuda/kda_prepare.cuh"
+#include "src/kda/cuda/kda_states.cuh"
+
+/// Second half of a prefill: the chain over a sequence's tiles, one block per sequence, value head
+/// and slice of V (columns of V do not know of one another).
+///
+/// | warps             | work                                                                    |
+/// |-------------------|-------------------------------------------------------------------------|
+/// | 0 .. kV / 16 - 1  | 16 rows of the state (V) each, all K channels, in registers             |
+/// | the K / 32 behind | the next tile into shared memory: decayed q and k, X, P, v              |
+///
+/// With the state as S^T [V, K], the products of a tile are
+///
+///   R^T = V^T - S^T Kd^T         Kd = k exp2(G)
+///   U^T = R^T (X diag(beta))^T
+///   O^T = S^T Qd^T + U^T P^T     Qd = scale q exp2(G)
+///   S^T <- S^T diag(exp2(G_last)) + U^T Kr     Kr = k exp2(G_last - G)
+///
+/// Each result is the left operand of a later product and stays in the registers of its warp: a sum
+/// over columns may take them in any order, so columns are numbered as a lane holds them
+/// (mma_tf32.cuh). Thereby a lane's right operands of two steps are four neighbours in shared
+/// memory. tf32 operands: the state's limit of 1e-3 is out of reach of bf16.
+namespace fovea::internal::cuda {
+
+struct ChainParams {
+  KdaInput input;
+  Accessor<bf16_t, 3> out;
+  SequenceTable table;
+  TileRecords records;
+  PrefillTargets targets;
+  int64_t num_sequences;
+  int slices;  // of V
+  bool pairs_aligned;
+  bool v_aligned;    // rows of v start at multiples of 16 bytes
+  bool out_aligned;  // the same of out
+};
+
+// Rows are 16 words mod 32 apart: two rows of four lanes of 16 bytes fill the banks.
+template <int kK, int kV>
+struct ChainStage {
+  float k_in[kTileRows][kK + 16];  // Kd
+  float q_in[kTileRows][kK + 16];  // Qd
+  float k_out[kK][kTileRows];      // Kr^T; words of 4 tokens stand at swizzled()
+  float decay[kK];                 // exp2(G_last)
+  float x[kTileRows][kTileRows];
+  float p[kTileRows][kTileRows];
+  bf16_t v[kTileRows][kV + 8];
+};
+
+template <int kK, int kV>
+struct ChainMemory {
+  ChainStage<kK, kV> stages[2];
+  bf16_t out[kV / 16][kTileRows][16];  // of a warp, for whole stores
+};
+
+// Place of the four tokens 4 quad .. + 3 of a channel.
+__device__ inline int swizzled(int channel, int quad) { return 4 * (quad ^ (channel >> 2 & 3)); }
+
+// Numbering of tokens: column `slot` of the u-th 8 columns of a product.
+__device__ inline int token_of(int u, int slot) { return 4 * (slot >> 1) + 2 * u + (slot & 1); }
+// The same of channels, for the t-th 8 columns of the state.
+__device__ inline int channel_of(int t, int slot) {
+  return 16 * (t >> 1) + 4 * (slot >> 1) + 2 * (t & 1) + (slot & 1);
+}
+
+// ---- producers ----
+
+// What a producer thread holds of a tile: two channels of 8 rows.
+template <int kK, int kV>
+struct RawTile {
+  static constexpr int kThreads = kK;
+  static constexpr int kVectors = (kTileRows * kV / 8 + kThreads - 1) / kThreads;
+  static constexpr int kEntries = 2 * kTileRows * kTileRows / 4 / kThreads;
+  uint32_t q[8], k[8];
+  float2 g[8], last;
+  float q_factor[8], k_factor[8];
+  float4 entries[kEntries];  // of X, then P
+  uint4 v[kVectors];
+};
+
+template <int kK, int kV>
+struct Producer {
+  const ChainParams& params;
+  int64_t first_row, end_row;  // of the sequence
+  int64_t first_record;
+  int head, hv, v_begin;
+  int thread;
+
+  __device__ int channel() const { return 2 * (thread % (kK / 2)); }
+  __device__ int first_token() const { return thread / (kK / 2) * 8; }
+
+  __device__ void load(int64_t tile, RawTile<kK, kV>& raw) const {
+    using Raw = RawTile<kK, kV>;
+    const KdaInput& input = params.input;
+    const int64_t record = first_record + tile * input.value_heads;
+    const int64_t t0 = first_row + tile * kTileRows;
+    const float* const g =
+        params.records.g_sum + record * kTileRows * kK + first_token() * kK + channel();
+    const float* const factor = params.records.factor + record * 2 * kTileRows + first_token();
+#pragma unroll
+    for (int row = 0; row < 8; ++row) {
+      const int64_t t = t0 + first_token() + row;
+      const bool used = t < end_row;
+      raw.q[row] = used ? load_pair(input.q.row(t, head) + channel(), params.pairs_aligned) : 0;
+      raw.k[row] = used ? load_pair(input.k.row(t, head) + channel(), params.pairs_aligned) : 0;
+      raw.g[row] = *reinterpret_cast<const float2*>(g + row * kK);
+      raw.q_factor[row] = factor[row];
+      raw.k_factor[row] = factor[kTileRows + row];
+    }
+    raw.last = *reinterpret_cast<const float2*>(params.records.g_sum + record * kTileRows * kK +
+                                                (kTileRows - 1) * kK + channel());
+#pragma unroll
+    for (int e = 0; e < Raw::kEntries; ++e) {
+      const int at = 4 * (thread + e * Raw::kThreads);
+      constexpr int kMatrix = kTileRows * kTileRows;
+      const float* const from = at < kMatrix ? params.records.x + record * kMatrix + at
+                                             : params.records.p + record * kMatrix + at - kMatrix;
+      raw.entries[e] = *reinterpret_cast<const float4*>(from);
+    }
+#pragma unroll
+    for (int e = 0; e < Raw::kVectors; ++e) {
+      const int unit = thread + e * Raw::kThreads;
+      const int64_t t = t0 + unit / (kV / 8);
+      raw.v[e] = make_uint4(0, 0, 0, 0);
+      if (unit >= kTileRows * kV / 8 || t >= end_row) continue;
+      const bf16_t* const from = input.v.row(t, hv) + v_begin + unit % (kV / 8) * 8;
+      if (params.v_aligned) {
+        raw.v[e] = *reinterpret_cast<const uint4*>(from);
+      } else {
+        raw.v[e] = make_uint4(load_pair(from, false), load_pair(from + 2, false),
+                              load_pair(from + 4, false), load_pair(from + 6, false));
+      }
+    }
+  }
+
+  __device__ void store(const RawTile<kK, kV>& raw, ChainStage<kK, kV>& stage) const {
+    using Raw = RawTile<kK, kV>;
+    const int c = channel();
+    float out_x[8], out_y[8];
+#pragma unroll
+    for (int row = 0; row < 8; ++row) {
+      const int token = first_token() + row;
+      const float kx = low_of(raw.k[row]) * raw.k_factor[row];
+      const float ky = high_of(raw.k[row]) * raw.k_factor[row];
+      const float qx = low_of(raw.q[row]) * raw.q_factor[row];
+      const float qy = high_of(raw.q[row]) * raw.q_factor[row];
+      const float in_x = exp2_fast(raw.g[row].x), in_y = exp2_fast(raw.g[row].y);
+      *reinterpret_cast<float2*>(&stage.k_in[token][c]) =
+          make_float2(round_tf32(kx * in_x), round_tf32(ky * in_y));
+      *reinterpret_cast<float2*>(&stage.q_in[token][c]) =
+          make_float2(round_tf32(qx * in_x), round_tf32(qy * in_y));
+      out_x[row] = round_tf32(kx * exp2_fast(raw.last.x - raw.g[row].x));
+      out_y[row] = round_tf32(ky * exp2_fast(raw.last.y - raw.g[row].y));
+    }
+    // Neighbouring lanes write even and odd channels in turn, which lie in different banks.
+    const bool odd = (thread & 1) != 0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+        const bool second = (step == 1) != odd;
+        const int own = c + second;
+        float4 word;
+        word.x = second ? out_y[4 * half] : out_x[4 * half];
+        word.y = second ? out_y[4 * half + 1] : out_x[4 * half + 1];
+        word.z = second ? out_y[4 * half + 2] : out_x[4 * half + 2];
+        word.w = second ? out_y[4 * half + 3] : out_x[4 * half + 3];
+        const int quad = first_token() / 4 + half;
+        *reinterpret_cast<float4*>(&stage.k_out[own][swizzled(own, quad)]) = word;
+      }
+    }
+    if (first_token() == 0) {
+      stage.decay[c] = exp2_fast(raw.last.x);
+      stage.decay[c + 1] = exp2_fast(raw.last.y);
+    }
+#pragma unroll
+    for (int e = 0; e < Raw::kEntries; ++e) {
+      // x and p are neighbours.
+      reinterpret_cast<float4*>(&stage.x[0][0])[thread + e * Raw::kThreads] = raw.entries[e];
+    }
+#pragma unroll
+    for (int e = 0; e < Raw::kVectors; ++e) {
+      const int unit = thread + e * Raw::kThreads;
+      if (unit >= kTileRows * kV / 8) continue;
+      *reinterpret_cast<uint4*>(&stage.v[unit / (kV / 8)][unit % (kV / 8) * 8]) = raw.v[e];
+    }
+  }
+};
+
+// ---- consumers ----
+
+// A warp's 16 rows of S^T: state[t] holds channels channel_of(t, ..).
+template <int kK>
+using WarpState = MmaC[kK / 8];
+
+// One tile: the state moves on, the warp's part of out goes to `result`.
+template <int kK, int kV>
+__device__ inline void advance(const ChainStage<kK, kV>& stage, int warp, WarpState<kK>& state,
+                               MmaC (&result)[2]) {
+  const int lane = threadIdx.x % kWarpThreads;
+  const int g = lane / 4, j = lane % 4;
+  MmaC seen[2] = {};  // S^T Kd^T
+  result[0] = result[1] = MmaC{};
+#pragma unroll
+  for (int m = 0; m < kK / 16; ++m) {
+    const MmaA first = operand_of(state[2 * m]), second = operand_of(state[2 * m + 1]);
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      const float4 k =
+          *reinterpret_cast<const float4*>(&stage.k_in[token_of(u, g)][16 * m + 4 * j]);
+      const float4 q =
+          *reinterpret_cast<const float4*>(&stage.q_in[token_of(u, g)][16 * m + 4 * j]);
+      mma_tf32(seen[u], first, k.x, k.y);
+      mma_tf32(result[u], first, q.x, q.y);
+      mma_tf32(seen[u], second, k.z, k.w);
+      mma_tf32(result[u], second, q.z, q.w);
+    }
+  }
+  MmaA rest[2];
+#pragma unroll
+  for (int u = 0; u < 2; ++u) {
+    MmaC r;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int token = 4 * j + 2 * u + (e & 1);
+      r.x[e] = bf16_to_float(stage.v[token][16 * warp + g + 8 * (e >> 1)]) - seen[u].x[e];
+    }
+    rest[u] = operand_of(r);
+  }
+  MmaA corrections[2];
+#pragma unroll
+  for (int u = 0; u < 2; ++u) {
+    const float4 x = *reinterpret_cast<const float4*>(&stage.x[token_of(u, g)][4 * j]);
+    MmaC sum{};
+    mma_tf32(sum, rest[0], x.x, x.y);
+    mma_tf32(sum, rest[1], x.z, x.w);
+    corrections[u] = operand_of(sum);
+  }
+#pragma unroll
+  for (int u = 0; u < 2; ++u) {
+    const float4 p = *reinterpret_cast<const float4*>(&stage.p[token_of(u, g)][4 * j]);
+    mma_tf32(result[u], corrections[0], p.x, p.y);
+    mma_tf32(result[u], corrections[1], p.z, p.w);
+  }
+#pragma unroll
+  for (int m = 0; m < kK / 16; ++m) {
+    const float4 decay = *reinterpret_cast<const float4*>(&stage.decay[16 * m + 4 * j]);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      MmaC& s = state[2 * m + e];
+      const float left = e == 0 ? decay.x : decay.z, right = e == 0 ? decay.y : decay.w;
+      s.x[0] *= left;
+      s.x[1] *= right;
+      s.x[2] *= left;
+      s.x[3] *= right;
+      const int channel = channel_of(2 * m + e, g);
+      const float4 k =
+          *reinterpret_cast<const float4*>(&stage.k_out[channel][swizzled(channel, j)]);
+      mma_tf32(s, corrections[0], k.x, k.y);
+      mma_tf32(s, corrections[1], k.z, k.w);
+    }
+  }
+}
+
+// Rows of out of one warp: through shared memory, so that a token's 16 channels are one store.
+__device__ inline void store_out(const MmaC (&result)[2], bf16_t (&staging)[kTileRows][16],
+                                 const Accessor<bf16_t, 3>& out, int64_t t0, int count, int hv,
+                                 int v, bool aligned) {
+  const int lane = threadIdx.x % kWarpThreads;
+  const int g = lane / 4, j = lane % 4;
+#pragma unroll
+  for (int u = 0; u < 2; ++u) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      staging[4 * j + 2 * u + (e & 1)][g + 8 * (e >> 1)] = bf16_from_float(result[u].x[e]);
+    }
+  }
+  __syncwarp();
+  const int token = lane / 2, part = lane % 2 * 8;
+  if (token < count) {
+    bf16_t* const to = out.row(t0 + token, hv) + v + part;
+    const bf16_t* const from = &staging[token][part];
+    if (aligned) {
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+    } else {
+      for (int i = 0; i < 8; ++i) to[i] = from[i];
+    }
+  }
+  __syncwarp();
+}
+
+template <int kK>
+__device__ inline void load_state(const StateAccess& access, int64_t entry, int hv, int v,
+                                  WarpState<kK>& state) {
+  const int lane = threadIdx.x % kWarpThreads;
+#pragma unroll
+  for (int m = 0; m < kK / 16; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float4 word = make_float4(0, 0, 0, 0);
+      if (entry >= 0) {
+        word = load_state4(access, entry, hv, v + lane / 4 + 8 * half, 16 * m + 4 * (lane % 4));
+      }
+      state[2 * m].x[2 * half] = word.x;
+      state[2 * m].x[2 * half + 1] = word.y;
+      state[2 * m + 1].x[2 * half] = word.z;
+      state[2 * m + 1].x[2 * half + 1] = word.w;
+    }
+  }
+}
+
+template <int kK>
+__device__ inline void store_state(const WarpState<kK>& state, const StateAccess& access,
+                                   int64_t entry, int hv, int v) {
+  const int lane = threadIdx.x % kWarpThreads;
+#pragma unroll
+  for (int m = 0; m < kK / 16; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float4 word =
+          make_float4(state[2 * m].x[2 * half], state[2 * m].x[2 * half + 1],
+                      state[2 * m + 1].x[2 * half], state[2 * m + 1].x[2 * half + 1]);
+      store_state4(word, access, entry, hv, v + lane / 4 + 8 * half, 16 * m + 4 * (lane % 4));
+    }
+  }
+}
+
+// A place for the state of sequence n at `position`: entry -1 is none.
+struct Target {
+  const StateAccess& access;
+  int64_t entry;
+};
+
+// Place -2 is chunk_states, -1 the final state, m >= 0 snapshot m.
+__device__ inline Target target_at(const ChainParams& params, int64_t n, int64_t length,
+                                   int64_t position, int64_t m) {
+  const PrefillTargets& targets = params.targets;
+  if (m == -2) {
+    const auto chunk = divide_small(position, static_cast<uint32_t>(targets.interval));
+    const int64_t entry = params.table.chunk_begin[n] + chunk.quotient;
+    const bool kept =
+        chunk.remainder == 0 && position < length && entry < targets.chunk_states.entries;
+    return {targets.chunk_states, kept ? entry : -1};
+  }
+  if (m == -1) {
+    return {targets.written(), position == length ? targets.final_entry(n, length) : -1};
+  }
+  const bool due = targets.snapshots.sequence[m] == n && targets.snapshots.position[m] == position;
+  return {targets.written(), due ? targets.snapshot_entry(m, length) : -1};
+}
+
+template <int kK, int kV>
+__global__ void __launch_bounds__(kV / 16 * kWarpThreads + kK, 1)
+    chain_tiles(const __grid_constant__ ChainParams params) {
+  constexpr int kConsumers = kV / 16;
+  constexpr int kThreads = kConsumers * kWarpThreads + kK;
+  constexpr int kFull = 1, kEmpty = 3;  // barriers, one a stage
+  extern __shared__ __align__(16) uint8_t memory[];
+  auto& shared = *reinterpret_cast<ChainMemory<kK, kV>*>(memory);
+  if (params.table.is_refused()) return;
+  const KdaInput& input = params.input;
+  const auto per_sequence = static_cast<uint32_t>(input.value_heads * params.slices);
+  const int64_t n = params.table.order[blockIdx.x / per_sequence];
+  const int hv = static_cast<int>(blockIdx.x % per_sequence) / params.slices;
+  const int v_begin = static_cast<int>(blockIdx.x % per_sequence) % params.slices * kV;
+  const int64_t begin = params.table.offsets[n];
+  const int64_t length = params.table.offsets[n + 1] - begin;
+  const int64_t tiles = (length + kTileRows - 1) / kTileRows;
+  const int warp = threadIdx.x / kWarpThreads;
+
+  if (warp >= kConsumers) {
+    const Producer<kK, kV> producer{params,
+                                    begin,
+                                    begin + length,
+                                    params.table.tile_begin[n] * int64_t{input.value_heads} + hv,
+                                    hv / input.heads_per_key,
+                                    hv,
+                                    v_begin,
+                                    static_cast<int>(threadIdx.x) - kConsumers * kWarpThreads};
+    RawTile<kK, kV> raw;
+    if (tiles > 0) producer.load(0, raw);
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int stage = static_cast<int>(tile % 2);
+      if (tile >= 2) sync_some(kEmpty + stage, kThreads);
+      producer.store(raw, shared.stages[stage]);
+      arrive_some(kFull + stage, kThreads);
+      if (tile + 1 < tiles) producer.load(tile + 1, raw);
+    }
+    return;
+  }
+
+  const int v = v_begin + 16 * warp;
+  const PrefillTargets& targets = params.targets;
+  WarpState<kK> state;
+  load_state<kK>(targets.states, targets.routes.start(n), hv, v, state);
+  const int64_t listed = params.table.snapshots[n] > 0 ? targets.snapshots.count : 0;
+  const bool keeps_chunks = targets.chunk_states.data != nullptr;
+  for (int64_t tile = 0;; ++tile) {
+    const bool last = tile == tiles;
+    const int64_t position = last ? length : tile * kTileRows;
+    // Whatever this state goes to, in one loop: its stores are too much code for three places.
+    if (last || listed > 0 || keeps_chunks) {
+      for (int64_t m = -2; m < listed; ++m) {
+        const auto [access, entry] = target_at(params, n, length, position, m);
+        if (entry >= 0) store_state<kK>(state, access, entry, hv, v);
+      }
+    }
+    if (last) break;
+    const int stage = static_cast<int>(tile % 2);
+    MmaC result[2];
+    sync_some(kFull + stage, kThreads);
+    advance<kK, kV>(shared.stages[stage], warp, state, result);
+    if (tile + 2 < tiles) arrive_some(kEmpty + stage, kThreads);
+    const int64_t left = length - position;
+    store_out(result, shared.out[warp], params.out, begin + position,
+              left < kTileRows ? static_cast<int>(left) : kTileRows, hv, v, params.out_aligned);
+  }
+}
+
+}  // namespace fovea::internal::cuda
