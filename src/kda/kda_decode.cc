@@ -11,6 +11,9 @@ namespace {
 constexpr char kOp[] = "kda_decode";
 
 constexpr internal::Implementation<KdaDecodeProblem, KdaDecodeTensors> kImplementations[] = {
+    {"cuda_portable", DeviceKind::kCuda, internal::cuda_available,
+     internal::kda_decode_cuda_supports, internal::kda_decode_cuda_workspace, nullptr,
+     internal::kda_decode_cuda_portable},
     {"ref", DeviceKind::kCpu, nullptr, nullptr, internal::kda_decode_ref_workspace,
      internal::kda_decode_ref},
 };

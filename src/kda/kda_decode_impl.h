@@ -12,6 +12,11 @@ size_t kda_decode_ref_workspace(const KdaDecodeProblem& problem, const Device& d
 void kda_decode_ref(const KdaDecodeProblem& problem, const Device& device,
                     const KdaDecodeTensors& tensors, Workspace workspace);
 
+Refusal kda_decode_cuda_supports(const KdaDecodeProblem& problem);
+size_t kda_decode_cuda_workspace(const KdaDecodeProblem& problem, const Device& device);
+void kda_decode_cuda_portable(const KdaDecodeProblem& problem, const Device& device,
+                              const KdaDecodeTensors& tensors, Workspace workspace, Stream stream);
+
 /// Elements of int64_t that judge_kda_decode needs: 0 without `check`.
 int64_t kda_decode_check_elements(const KdaDecodeProblem& problem);
 /// What an implementation on the host does first: with `check` a fault of the contents throws.

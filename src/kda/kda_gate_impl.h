@@ -9,4 +9,8 @@ namespace fovea::internal {
 void kda_gate_ref(const KdaGateProblem& problem, const Device& device,
                   const KdaGateTensors& tensors, Workspace workspace);
 
+Refusal kda_gate_cuda_supports(const KdaGateProblem& problem);
+void kda_gate_cuda_portable(const KdaGateProblem& problem, const Device& device,
+                            const KdaGateTensors& tensors, Workspace workspace, Stream stream);
+
 }  // namespace fovea::internal

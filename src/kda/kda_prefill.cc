@@ -13,6 +13,9 @@ namespace {
 constexpr char kOp[] = "kda_prefill";
 
 constexpr internal::Implementation<KdaPrefillProblem, KdaPrefillTensors> kImplementations[] = {
+    {"cuda_portable", DeviceKind::kCuda, internal::cuda_available,
+     internal::kda_prefill_cuda_supports, internal::kda_prefill_cuda_workspace, nullptr,
+     internal::kda_prefill_cuda_portable},
     {"ref", DeviceKind::kCpu, nullptr, nullptr, internal::kda_prefill_ref_workspace,
      internal::kda_prefill_ref},
 };

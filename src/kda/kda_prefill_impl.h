@@ -14,6 +14,12 @@ size_t kda_prefill_ref_workspace(const KdaPrefillProblem& problem, const Device&
 void kda_prefill_ref(const KdaPrefillProblem& problem, const Device& device,
                      const KdaPrefillTensors& tensors, Workspace workspace);
 
+Refusal kda_prefill_cuda_supports(const KdaPrefillProblem& problem);
+size_t kda_prefill_cuda_workspace(const KdaPrefillProblem& problem, const Device& device);
+void kda_prefill_cuda_portable(const KdaPrefillProblem& problem, const Device& device,
+                               const KdaPrefillTensors& tensors, Workspace workspace,
+                               Stream stream);
+
 /// Elements of int64_t that judge_kda_prefill needs: 0 without `check`.
 int64_t kda_prefill_check_elements(const KdaPrefillProblem& problem);
 /// What an implementation on the host does first: with `check` a fault of the contents throws.
