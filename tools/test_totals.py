@@ -1,46 +1,58 @@
 #!/usr/bin/env python3
 """Adds up the test cases of a folder of result files and prints `N passed, N failed, N skipped` last.
 
-Reads GoogleTest's JSON output and any other file of the form {"tests": N, "failures": N, "skipped": N}. Lists each skip
-reason with its count. Exits 1 when something failed or when no test ran.
+Reads GoogleTest's XML output (its JSON of 1.12 leaves the reasons of skips out) and JSON files of the form
+{"tests": N, "failures": N, "skipped": N}. Lists each skip reason with its count. Exits 1 when something failed or when
+no test ran.
 """
 
 import collections
 import json
 import pathlib
 import sys
+import xml.etree.ElementTree
+
+
+class Totals:
+    def __init__(self):
+        self.passed = self.failed = self.skipped = 0
+        self.reasons = collections.Counter()
+
+    def add_json(self, data):
+        self.passed += data["tests"] - data["failures"] - data["skipped"]
+        self.failed += data["failures"]
+        self.skipped += data["skipped"]
+        if data["skipped"]:
+            self.reasons["said by the suite itself"] += data["skipped"]
+
+    def add_xml(self, root):
+        for case in root.iter("testcase"):
+            if case.find("failure") is not None:
+                self.failed += 1
+            elif case.get("result") == "skipped":
+                self.skipped += 1
+                # The first line is where the test skipped, the others why.
+                place, _, reason = case.find("skipped").get("message", "").partition("\n")
+                self.reasons[reason.strip() or f"no reason given, at {place}"] += 1
+            elif case.get("result") == "completed":
+                self.passed += 1
 
 
 def main() -> int:
-    passed = failed = skipped = 0
-    reasons = collections.Counter()
-    for path in sorted(pathlib.Path(sys.argv[1]).glob("*.json")):
+    totals = Totals()
+    for path in sorted(pathlib.Path(sys.argv[1]).iterdir()):
         try:
-            data = json.loads(path.read_text())
-        except ValueError:
+            if path.suffix == ".json":
+                totals.add_json(json.loads(path.read_text()))
+            elif path.suffix == ".xml":
+                totals.add_xml(xml.etree.ElementTree.parse(path).getroot())
+        except (ValueError, xml.etree.ElementTree.ParseError):
             print(f"{path.name}: not readable, counted as a failure")
-            failed += 1
-            continue
-        if "testsuites" not in data:
-            passed += data["tests"] - data["failures"] - data["skipped"]
-            failed += data["failures"]
-            skipped += data["skipped"]
-            continue
-        for suite in data["testsuites"]:
-            for case in suite["testsuite"]:
-                if case.get("failures"):
-                    failed += 1
-                elif case.get("result") == "SKIPPED":
-                    skipped += 1
-                    message = (case.get("skipped") or [{}])[0].get("message", "")
-                    lines = [line for line in message.strip().splitlines() if line and ".h:" not in line and ".cc:" not in line]
-                    reasons[lines[-1] if lines else "no reason given"] += 1
-                elif case.get("result") == "COMPLETED":
-                    passed += 1
-    for reason, count in sorted(reasons.items()):
+            totals.failed += 1
+    for reason, count in sorted(totals.reasons.items()):
         print(f"skipped {count}: {reason}")
-    print(f"{passed} passed, {failed} failed, {skipped} skipped")
-    return 1 if failed or passed == 0 else 0
+    print(f"{totals.passed} passed, {totals.failed} failed, {totals.skipped} skipped")
+    return 1 if totals.failed or totals.passed == 0 else 0
 
 
 if __name__ == "__main__":

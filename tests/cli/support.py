@@ -93,7 +93,7 @@ class CommandLineTest(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.folder = pathlib.Path(folder.name)
 
-    def fovea(self, *arguments, timeout=60, **environment):
+    def fovea(self, *arguments, timeout=600, **environment):
         env = {key: value for key, value in os.environ.items() if not key.startswith("FOVEA_")}
         env.update(environment)
         done = subprocess.run(
