@@ -49,7 +49,8 @@ struct CausalConv1dProblem {
   int64_t max_sequences = 0;          ///< kPrefill: upper bound of N.
   int64_t max_snapshots = 0;          ///< kPrefill: upper bound of M.
   int64_t rows_per_request = 1;       ///< kVerify: Td >= 1.
-  DType weight_dtype = DType::kBf16;  ///< Of weight and bias: kBf16 or kF32.
+  DType weight_dtype = DType::kBf16;  ///< Of weight: kBf16 or kF32.
+  DType bias_dtype = DType::kBf16;    ///< Of bias, if there is one: kBf16 or kF32.
   ConvActivation activation = ConvActivation::kSilu;
   WindowLayout window_layout = WindowLayout::kWd;
   bool check = false;  ///< As in KdaPrefillProblem.

@@ -1,6 +1,7 @@
 #include "src/kda/kda_checks.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <string>
 
@@ -184,10 +185,47 @@ void check_kda_rows(const char* op, const KdaLayer& layer, const KdaRows& rows, 
   check_gate_tensors(op, layer.gate, value_heads, layer.head_dim_k, rows.a_log, rows.dt_bias);
 }
 
+void check_kda_rows(const char* op, const KdaLayer& layer, const KdaRows& separate,
+                    const ConstTensorView& qkv, int64_t num_rows) {
+  if (qkv.defined()) {
+    if (separate.q.defined() || separate.k.defined() || separate.v.defined()) {
+      invalid(op, "qkv comes instead of q, k and v; pass one form");
+    }
+    const int64_t keys = layer.num_heads * layer.head_dim_k;
+    check_tensor(op, "qkv", qkv, DType::kBf16,
+                 {num_rows, 2 * keys + layer.num_value_heads * layer.head_dim_v});
+  }
+  check_kda_rows(op, layer, split_qkv(layer, separate, qkv), num_rows);
+}
+
 void check_indptr(const char* op, const ConstTensorView& q_indptr, int64_t max_sequences) {
   const DType dtype = q_indptr.dtype == DType::kI64 ? DType::kI64 : DType::kI32;
   check_tensor(op, "q_indptr", q_indptr, dtype, {kAnyExtent});
   check_range(op, "q_indptr.shape[0]", q_indptr.shape[0], 1, max_sequences + 1);
+}
+
+void check_no_aliasing(const char* op, const char* name, const ConstTensorView& tensor) {
+  if (tensor.num_elements() == 0) return;
+  // The axes with more than one entry are visited by ascending stride.
+  std::array<bool, kMaxRank> visited{};
+  int64_t reach = 1;  // elements from the first to the last one of the visited axes
+  for (int step = 0; step < tensor.rank; ++step) {
+    int next = -1;
+    for (int axis = 0; axis < tensor.rank; ++axis) {
+      const auto i = static_cast<size_t>(axis);
+      if (visited[i] || tensor.shape[i] <= 1) continue;
+      if (next < 0 || tensor.stride[i] < tensor.stride[static_cast<size_t>(next)]) next = axis;
+    }
+    if (next < 0) return;
+    const auto i = static_cast<size_t>(next);
+    visited[i] = true;
+    if (tensor.stride[i] < reach) {
+      invalid(op, std::string(name) + " = " + to_string(tensor) +
+                      ": its elements overlap along axis " + std::to_string(next) +
+                      " and are written; expected a stride of at least " + std::to_string(reach));
+    }
+    reach += (tensor.shape[i] - 1) * tensor.stride[i];
+  }
 }
 
 void check_slots(const char* op, const char* name, const ConstTensorView& slots, int64_t count) {
@@ -209,6 +247,7 @@ KdaFinding find_fault(const KdaContents& contents, int64_t* scratch) {
   if (entry >= 0) return {KdaFault::kInSlot, entry};
   entry = find_large_slot(contents.out_slot, contents.slots);
   if (entry >= 0) return {KdaFault::kOutSlot, entry};
+  if (contents.out_slots_are_read) return {};
   entry = first_duplicate(scratch, gather(contents.out_slot, contents.slots, scratch));
   if (entry >= 0) return {KdaFault::kDuplicateOutSlot, entry};
   if (contents.snapshot_seq.defined()) return find_snapshot_fault(contents, scratch);

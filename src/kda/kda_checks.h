@@ -24,8 +24,15 @@ void check_gate_tensors(const char* op, const KdaGate& gate, int64_t num_value_h
                         const ConstTensorView& dt_bias);
 /// Every tensor of `rows` has `num_rows` rows of the layer's shape.
 void check_kda_rows(const char* op, const KdaLayer& layer, const KdaRows& rows, int64_t num_rows);
+/// The same for an operator that takes `qkv` [T, 2*H*K + HV*V] instead of q, k and v.
+void check_kda_rows(const char* op, const KdaLayer& layer, const KdaRows& separate,
+                    const ConstTensorView& qkv, int64_t num_rows);
 /// An i32 or i64 vector of 1 .. max_sequences + 1 offsets.
 void check_indptr(const char* op, const ConstTensorView& q_indptr, int64_t max_sequences);
+/// Requires of a tensor that passed check_tensor and is written that no two of its elements share
+/// memory: sorted by stride, every axis steps over all that the smaller ones reach. In an
+/// overlapping view one element's value would appear in another.
+void check_no_aliasing(const char* op, const char* name, const ConstTensorView& tensor);
 /// An i32 vector [count], or absent.
 void check_slots(const char* op, const char* name, const ConstTensorView& slots, int64_t count);
 /// `report` is i32 [2] and comes with `check` only.
@@ -45,6 +52,7 @@ struct KdaContents {
   int64_t slots = 0;  // of the pool
   ConstTensorView snapshot_seq{}, snapshot_pos{}, snapshot_slot{};
   int64_t snapshot_interval = 64;  // 1: every position is legal
+  bool out_slots_are_read = false;  // they may repeat
 };
 
 /// Workspace of find_fault for up to `max_slots` in and out slots and `max_snapshots` snapshots:

@@ -27,26 +27,13 @@ void check_problem(const KdaDecodeProblem& problem) {
   internal::check_kda_layer(kOp, problem.layer);
 }
 
-void check_inputs(const KdaDecodeProblem& problem, const KdaDecodeTensors& tensors, int64_t rows) {
-  const KdaLayer& layer = problem.layer;
-  if (tensors.qkv.defined()) {
-    if (tensors.q.defined() || tensors.k.defined() || tensors.v.defined()) {
-      internal::invalid(kOp, "qkv comes instead of q, k and v; pass one form");
-    }
-    internal::check_tensor(
-        kOp, "qkv", tensors.qkv, DType::kBf16,
-        {rows, 2 * layer.num_heads * layer.head_dim_k + layer.num_value_heads * layer.head_dim_v});
-  }
-  internal::check_kda_rows(kOp, layer, internal::split_qkv(layer, tensors), rows);
-}
-
 void check_tensors(const KdaDecodeProblem& problem, const KdaDecodeTensors& tensors) {
   const KdaLayer& layer = problem.layer;
   internal::check_tensor(kOp, "out", tensors.out, DType::kBf16,
                          {internal::kAnyExtent, layer.num_value_heads, layer.head_dim_v});
   const int64_t rows = tensors.out.shape[0];
   internal::check_range(kOp, "out.shape[0]", rows, 0, problem.max_rows);
-  check_inputs(problem, tensors, rows);
+  internal::check_kda_rows(kOp, layer, internal::rows_of(tensors), tensors.qkv, rows);
   internal::check_tensor(
       kOp, "state", tensors.state, layer.state_dtype,
       {internal::kAnyExtent, layer.num_value_heads, layer.head_dim_v, layer.head_dim_k});

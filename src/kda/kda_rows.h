@@ -1,7 +1,6 @@
 #pragma once
 
 #include "fovea/kda.h"
-#include "fovea/kda_decode.h"
 #include "fovea/tensor.h"
 
 /// What a KDA layer reads of every row, the same in each operator.
@@ -23,15 +22,14 @@ KdaRows rows_of(const Tensors& t) {
   return {t.q, t.k, t.v, t.g, t.beta, t.a_log, t.dt_bias};
 }
 
-/// With `qkv` instead: q, k and v are column ranges of it.
-inline KdaRows split_qkv(const KdaLayer& layer, const KdaDecodeTensors& t) {
-  KdaRows rows = rows_of(t);
-  if (!t.qkv.defined()) return rows;
+/// With `qkv` [T, 2*H*K + HV*V] instead: q, k and v are column ranges of it.
+inline KdaRows split_qkv(const KdaLayer& layer, KdaRows rows, const ConstTensorView& qkv) {
+  if (!qkv.defined()) return rows;
   const auto columns = [&](int64_t first, int64_t heads, int64_t dim) {
     TensorShape shape{.dtype = DType::kBf16, .rank = 3};
-    shape.shape = {t.qkv.shape[0], heads, dim};
-    shape.stride = {t.qkv.stride[0], dim, 1};
-    const auto* data = static_cast<const bf16_t*>(t.qkv.data);
+    shape.shape = {qkv.shape[0], heads, dim};
+    shape.stride = {qkv.stride[0], dim, 1};
+    const auto* data = static_cast<const bf16_t*>(qkv.data);
     return ConstTensorView(shape, data != nullptr ? data + first : nullptr);
   };
   const int64_t keys = layer.num_heads * layer.head_dim_k;
@@ -39,6 +37,10 @@ inline KdaRows split_qkv(const KdaLayer& layer, const KdaDecodeTensors& t) {
   rows.k = columns(keys, layer.num_heads, layer.head_dim_k);
   rows.v = columns(2 * keys, layer.num_value_heads, layer.head_dim_v);
   return rows;
+}
+template <class Tensors>
+KdaRows split_qkv(const KdaLayer& layer, const Tensors& t) {
+  return split_qkv(layer, rows_of(t), t.qkv);
 }
 
 }  // namespace fovea::internal

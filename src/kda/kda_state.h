@@ -80,6 +80,9 @@ struct StateRoutes {
   FOVEA_HOST_DEVICE bool in_place(int64_t n) const {
     return !listed || entry_of(in_slot, n) == entry_of(out_slot, n);
   }
+  /// Whether entry n of a call with one slot a row or request is padding: it names a slot that does
+  /// not exist.
+  FOVEA_HOST_DEVICE bool is_padding(int64_t n) const { return stored && entry_of(out_slot, n) < 0; }
 
  private:
   FOVEA_HOST_DEVICE int64_t entry_of(const int32_t* slots, int64_t n) const {
