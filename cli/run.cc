@@ -62,14 +62,17 @@ void print_result(const RunOptions& options, const OperatorCall& call, const Ten
 
 const std::vector<Binding>& bindings() {
   static const std::vector<Binding> list = {
+      {"causal_conv1d", run_causal_conv1d},
       {"concat_absorbed_q", run_concat_absorbed_q},
       {"context_split", run_context_split},
       {"index_logits", run_index_logits},
       {"index_quantize", run_index_quantize},
       {"index_select", run_index_select},
+      {"kda_commit", run_kda_commit},
       {"kda_decode", run_kda_decode},
       {"kda_gate", run_kda_gate},
       {"kda_prefill", run_kda_prefill},
+      {"kda_verify", run_kda_verify},
       {"merge_lse", run_merge_lse},
       {"metadata_check", run_metadata_check},
       {"metadata_refresh", run_metadata_refresh},

@@ -25,5 +25,8 @@ void run_mla_rope_quantize(OperatorCall& call);
 void run_kda_gate(OperatorCall& call);
 void run_kda_prefill(OperatorCall& call);
 void run_kda_decode(OperatorCall& call);
+void run_kda_verify(OperatorCall& call);
+void run_kda_commit(OperatorCall& call);
+void run_causal_conv1d(OperatorCall& call);
 
 }  // namespace fovea::cli

@@ -2,11 +2,15 @@
 
 #include <cmath>
 #include <limits>
+#include <string>
 
 #include "cli/run_bindings.h"
+#include "fovea/causal_conv1d.h"
+#include "fovea/kda_commit.h"
 #include "fovea/kda_decode.h"
 #include "fovea/kda_gate.h"
 #include "fovea/kda_prefill.h"
+#include "fovea/kda_verify.h"
 
 namespace fovea::cli {
 namespace {
@@ -55,6 +59,63 @@ void bind_qkv(OperatorCall& call, Tensors* tensors) {
   tensors->v = call.in("v", "bf16 [T, HV, V]");
 }
 
+// q, k and v, or `qkv` instead. The state names V, and with it and HV what `qkv` leaves for H.
+template <class Tensors>
+void bind_qkv_or_packed(OperatorCall& call, Tensors* tensors) {
+  if (!call.has("qkv")) {
+    bind_qkv(call, tensors);
+    return;
+  }
+  tensors->qkv = call.in("qkv", "bf16 [T, D]");
+  const int64_t keys =
+      call.extent("D") - call.extent("HV") * call.extent("V");  // of q and k together
+  const int64_t dim = 2 * call.extent("K");
+  if (dim == 0 || keys <= 0 || keys % dim != 0) {
+    call.refuse("qkv = " + to_string(tensors->qkv) + ", expected [T, 2*H*K + HV*V] with HV, V " +
+                "and K of state = " + to_string(tensors->state));
+  }
+  call.set_extent("H", keys / dim, "qkv");
+}
+
+VerifyMode verify_mode_param(OperatorCall& call) {
+  return call.choice<VerifyMode>(
+      "mode", {{"states", VerifyMode::kStates}, {"records", VerifyMode::kRecords}});
+}
+
+WindowLayout window_layout_param(OperatorCall& call) {
+  return call.choice<WindowLayout>(
+      "window_layout", {{"wd", WindowLayout::kWd}, {"dw", WindowLayout::kDw}}, WindowLayout::kWd);
+}
+
+// The axes R and Td: T rows are R requests of rows_per_request each.
+int64_t bind_requests(OperatorCall& call) {
+  const int64_t draft_rows = call.integer("rows_per_request");
+  const int64_t rows = call.extent("T");
+  if (draft_rows < 1 || rows % draft_rows != 0) {
+    call.refuse("params.rows_per_request = " + std::to_string(draft_rows) +
+                ", expected a divisor of the " + std::to_string(rows) + " rows");
+  }
+  call.set_extent("R", rows / draft_rows, "rows / rows_per_request");
+  call.set_extent("Td", draft_rows, "params.rows_per_request");
+  return draft_rows;
+}
+
+// What a verify keeps: the axis E of records is 2K + V.
+const char* scratch_declaration(OperatorCall& call, VerifyMode mode) {
+  if (mode == VerifyMode::kStates) return "f32 [R, Td, HV, V, K]";
+  call.set_extent("E", 2 * call.extent("K") + call.extent("V"), "2*K + V");
+  return "f32 [R, Td, HV, E]";
+}
+
+template <class Problem, class Tensors>
+void bind_snapshots(OperatorCall& call, Problem* problem, Tensors* tensors) {
+  if (!call.has("snapshot_seq") && !call.has("snapshot_pos") && !call.has("snapshot_slot")) return;
+  tensors->snapshot_seq = call.in("snapshot_seq", "i32 [M]");
+  tensors->snapshot_pos = call.in("snapshot_pos", "i32 [M]");
+  tensors->snapshot_slot = call.in("snapshot_slot", "i32 [M]");
+  problem->max_snapshots = call.extent("M");
+}
+
 }  // namespace
 
 void run_kda_gate(OperatorCall& call) {
@@ -85,12 +146,7 @@ void run_kda_prefill(OperatorCall& call) {
   tensors.in_slot = call.opt("in_slot", "i32 [N]");
   tensors.out_slot = call.opt("out_slot", "i32 [N]");
   tensors.has_initial_state = call.opt("has_initial_state", "u8 [N]");
-  if (call.has("snapshot_seq") || call.has("snapshot_pos") || call.has("snapshot_slot")) {
-    tensors.snapshot_seq = call.in("snapshot_seq", "i32 [M]");
-    tensors.snapshot_pos = call.in("snapshot_pos", "i32 [M]");
-    tensors.snapshot_slot = call.in("snapshot_slot", "i32 [M]");
-    problem.max_snapshots = call.extent("M");
-  }
+  bind_snapshots(call, &problem, &tensors);
   problem.max_rows = call.extent("T");
   problem.max_sequences = call.extent("N");
   if (call.has("state")) {
@@ -109,21 +165,8 @@ void run_kda_prefill(OperatorCall& call) {
 void run_kda_decode(OperatorCall& call) {
   KdaDecodeTensors tensors;
   KdaDecodeProblem problem;
-  // The state names V, and with it and HV what `qkv` leaves for H.
   tensors.state = call.update("state", "f32|bf16 [slots, HV, V, K]");
-  if (call.has("qkv")) {
-    tensors.qkv = call.in("qkv", "bf16 [T, D]");
-    const int64_t keys =
-        call.extent("D") - call.extent("HV") * call.extent("V");  // of q and k together
-    const int64_t dim = 2 * call.extent("K");
-    if (dim == 0 || keys <= 0 || keys % dim != 0) {
-      call.refuse("qkv = " + to_string(tensors.qkv) + ", expected [T, 2*H*K + HV*V] with HV, V " +
-                  "and K of state = " + to_string(tensors.state));
-    }
-    call.set_extent("H", keys / dim, "qkv");
-  } else {
-    bind_qkv(call, &tensors);
-  }
+  bind_qkv_or_packed(call, &tensors);
   problem.layer = bind_layer(call, &tensors);
   problem.layer.state_dtype = tensors.state.dtype;
   tensors.slot = call.opt("slot", "i32 [T]");
@@ -132,6 +175,128 @@ void run_kda_decode(OperatorCall& call) {
   problem.max_rows = call.extent("T");
   const KdaDecode plan = call.plan<KdaDecode>(problem);
   tensors.out = call.out("out", "bf16 [T, HV, V]");
+  call.run(plan, tensors);
+}
+
+void run_kda_verify(OperatorCall& call) {
+  KdaVerifyTensors tensors;
+  KdaVerifyProblem problem;
+  tensors.state = call.in("state", "f32|bf16 [slots, HV, V, K]");
+  bind_qkv_or_packed(call, &tensors);
+  problem.layer = bind_layer(call, &tensors);
+  problem.layer.state_dtype = tensors.state.dtype;
+  problem.mode = verify_mode_param(call);
+  problem.rows_per_request = bind_requests(call);
+  problem.max_requests = call.extent("R");
+  tensors.slot = call.opt("slot", "i32 [R]");
+  tensors.has_initial_state = call.opt("has_initial_state", "u8 [R]");
+  tensors.parent = call.opt("parent", "i32 [Td]");
+  problem.check = call.flag("check", false);
+  const KdaVerify plan = call.plan<KdaVerify>(problem);
+  tensors.out = call.out("out", "bf16 [T, HV, V]");
+  tensors.scratch = call.out("scratch", scratch_declaration(call, problem.mode));
+  call.run(plan, tensors);
+}
+
+void run_kda_commit(OperatorCall& call) {
+  KdaCommitTensors tensors;
+  KdaCommitProblem problem;
+  problem.mode = verify_mode_param(call);
+  problem.window_layout = window_layout_param(call);
+  problem.check = call.flag("check", false);
+  tensors.state = call.update("state", "f32|bf16 [slots, HV, V, K]");
+  tensors.scratch = call.in("scratch", scratch_declaration(call, problem.mode));
+  tensors.accepted = call.in("accepted", "i32 [R]");
+  tensors.slot = call.in("slot", "i32 [R]");
+  tensors.in_slot = call.opt("in_slot", "i32 [R]");
+  tensors.has_initial_state = call.opt("has_initial_state", "u8 [R]");
+  tensors.parent = call.opt("parent", "i32 [Td]");
+  tensors.track_slot = call.opt("track_slot", "i32 [R]");
+  tensors.track_accepted = call.opt("track_accepted", "i32 [R]");
+  if (call.has("window_scratch") || call.has("window_state")) {
+    tensors.window_scratch = call.in("window_scratch", "bf16 [R, Td, 3, D]");
+    tensors.window_state = call.update("window_state", problem.window_layout == WindowLayout::kWd
+                                                           ? "bf16 [slots, 3, D]"
+                                                           : "bf16 [slots, D, 3]");
+  }
+  problem.state_dtype = tensors.state.dtype;
+  problem.num_value_heads = call.extent("HV");
+  problem.head_dim_k = call.extent("K");
+  problem.head_dim_v = call.extent("V");
+  problem.max_requests = call.extent("R");
+  problem.rows_per_request = call.extent("Td");
+  const KdaCommit plan = call.plan<KdaCommit>(problem);
+  call.run(plan, tensors);
+}
+
+namespace {
+
+// The slots and windows of a convolution, by mode.
+void bind_windows(OperatorCall& call, CausalConv1dProblem* problem, CausalConv1dTensors* tensors) {
+  const bool is_prefill = problem->mode == ConvMode::kPrefill;
+  const bool is_verify = problem->mode == ConvMode::kVerify;
+  if (is_prefill) {
+    tensors->q_indptr = call.in("q_indptr", "i32|i64 [N+1]");
+    tensors->in_slot = call.opt("in_slot", "i32 [N]");
+    tensors->out_slot = call.opt("out_slot", "i32 [N]");
+    tensors->has_initial_state = call.opt("has_initial_state", "u8 [N]");
+    bind_snapshots(call, problem, tensors);
+    problem->max_sequences = call.extent("N");
+  } else {
+    const std::string entries = is_verify ? "[R]" : "[T]";
+    tensors->slot = call.opt("slot", "i32 " + entries);
+    tensors->has_initial_state = call.opt("has_initial_state", "u8 " + entries);
+  }
+  if (is_verify) tensors->parent = call.opt("parent", "i32 [Td]");
+  if (!call.has("window_state")) return;
+  const bool is_pool = !is_prefill || tensors->in_slot.defined() || tensors->out_slot.defined();
+  const std::string declaration =
+      std::string("bf16 [") + (is_pool ? "slots" : "N") +
+      (problem->window_layout == WindowLayout::kWd ? ", 3, D]" : ", D, 3]");
+  if (is_verify) {
+    TensorView pool;
+    const ConstTensorView read = call.in("window_state", declaration);
+    static_cast<TensorShape&>(pool) = read;
+    pool.data = const_cast<void*>(read.data);  // this mode only reads it
+    tensors->window_state = pool;
+  } else {
+    tensors->window_state = call.update("window_state", declaration);
+  }
+}
+
+}  // namespace
+
+void run_causal_conv1d(OperatorCall& call) {
+  CausalConv1dTensors tensors;
+  CausalConv1dProblem problem;
+  problem.mode = call.choice<ConvMode>("mode",
+                                       {{"prefill", ConvMode::kPrefill},
+                                        {"update", ConvMode::kUpdate},
+                                        {"verify", ConvMode::kVerify}},
+                                       ConvMode::kPrefill);
+  problem.activation = call.choice<ConvActivation>(
+      "activation", {{"silu", ConvActivation::kSilu}, {"none", ConvActivation::kNone}},
+      ConvActivation::kSilu);
+  problem.window_layout = window_layout_param(call);
+  problem.check = call.flag("check", false);
+  tensors.x = call.in("x", "bf16 [T, D]");
+  tensors.weight = call.in("weight", "bf16|f32 [D, 4]");
+  tensors.bias = call.opt("bias", "bf16|f32 [D]");
+  problem.weight_dtype = tensors.weight.dtype;
+  if (tensors.bias.defined()) problem.bias_dtype = tensors.bias.dtype;
+  problem.num_channels = call.extent("D");
+  problem.max_rows = call.extent("T");
+  if (problem.mode == ConvMode::kVerify) {
+    problem.rows_per_request = bind_requests(call);
+  } else {
+    call.integer("rows_per_request", 1);
+  }
+  bind_windows(call, &problem, &tensors);
+  const CausalConv1d plan = call.plan<CausalConv1d>(problem);
+  tensors.out = call.out("out", "bf16 [T, D]");
+  if (problem.mode == ConvMode::kVerify) {
+    tensors.window_scratch = call.out("window_scratch", "bf16 [R, Td, 3, D]");
+  }
   call.run(plan, tensors);
 }
 

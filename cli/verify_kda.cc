@@ -131,6 +131,115 @@ std::vector<VerifyCase> make_decode_cases(uint64_t seed) {
   return cases;
 }
 
+// A verify of 4 requests, one of them padding and one fresh.
+CaseBuilder verify_builder(const std::string& name, const char* mode, const char* gate, DType dtype,
+                           const Sizes& sizes, uint64_t seed) {
+  CaseBuilder builder(name, seed);
+  add_rows(builder, gate, dtype, sizes);
+  builder.normals("state", dtype, {7, sizes.value_heads, sizes.dim_v, sizes.dim_k}, 0.5)
+      .list("slot", {6, -1, 2, 0})
+      .param("mode", mode)
+      .param("rows_per_request", sizes.rows / 4)
+      .param("normalise", true);
+  return builder;
+}
+
+std::vector<VerifyCase> make_verify_cases(uint64_t seed) {
+  std::vector<VerifyCase> cases;
+  for (const char* mode : {"states", "records"}) {
+    const std::string name = mode;
+    cases.push_back(
+        verify_builder(name + "_128", mode, "softplus", DType::kBf16, {12, 2, 4, 128, 128}, seed)
+            .take());
+    CaseBuilder tree =
+        verify_builder(name + "_tree", mode, "given", DType::kF32, {24, 1, 2, 60, 20}, seed);
+    cases.push_back(tree.list("parent", {-1, 0, 0, 7, 1, -9}).take());
+  }
+  return cases;
+}
+
+VerifyCase make_commit_case(const std::string& name, const char* mode, DType dtype,
+                            const char* layout, uint64_t seed) {
+  CaseBuilder builder(name, seed);
+  const int64_t requests = 5, rows = 4, heads = 2, dim_k = 60, dim_v = 20, channels = 37;
+  const bool keeps_states = mode == std::string("states");
+  if (keeps_states) {
+    builder.normals("scratch", DType::kF32, {requests, rows, heads, dim_v, dim_k}, 0.5);
+  } else {
+    builder.normals("scratch", DType::kF32, {requests, rows, heads, 2 * dim_k + dim_v}, 0.3);
+    // Channels [K, 2K) are log decays.
+    const int64_t width = 2 * dim_k + dim_v;
+    for (int64_t i = 0; i < requests * rows * heads * width; ++i) {
+      if (i % width < dim_k || i % width >= 2 * dim_k) continue;
+      float& value = builder.at<float>("scratch", i);
+      value = builder.random().chance(0.05) ? -1000.0f : -std::abs(value);
+    }
+  }
+  builder.normals("state", dtype, {9, heads, dim_v, dim_k}, 0.5)
+      .list("accepted", {4, 2, 0, 5, 1})
+      .list("slot", {8, 2, 3, 4, 9})
+      .list("track_slot", {1, 5, 6, -1, 7})
+      .list("track_accepted", {2, 4, 1, 1, -3})
+      .list("parent", {-1, 0, 0, 2})
+      .normals("window_scratch", DType::kBf16, {requests, rows, 3, channels})
+      .param("mode", mode)
+      .param("window_layout", layout);
+  if (layout == std::string("wd")) {
+    builder.normals("window_state", DType::kBf16, {9, 3, channels});
+  } else {
+    builder.normals("window_state", DType::kBf16, {9, channels, 3});
+  }
+  return builder.take();
+}
+
+std::vector<VerifyCase> make_commit_cases(uint64_t seed) {
+  std::vector<VerifyCase> cases;
+  cases.push_back(make_commit_case("states_f32", "states", DType::kF32, "wd", seed));
+  cases.push_back(make_commit_case("states_bf16", "states", DType::kBf16, "dw", seed));
+  cases.push_back(make_commit_case("records_f32", "records", DType::kF32, "dw", seed));
+  return cases;
+}
+
+VerifyCase make_conv_case(const std::string& mode, const std::string& layout, int64_t channels,
+                          DType weight_dtype, uint64_t seed) {
+  CaseBuilder builder(mode + "_" + layout + "_" + std::to_string(channels), seed);
+  const int64_t rows = mode == "prefill" ? 140 : 6;
+  builder.normals("x", DType::kBf16, {rows, channels})
+      .normals("weight", weight_dtype, {channels, 4}, 0.5)
+      .normals("bias", DType::kF32, {channels}, 0.3)
+      .param("mode", mode)
+      .param("window_layout", layout);
+  if (layout == "wd") {
+    builder.normals("window_state", DType::kBf16, {9, 3, channels});
+  } else {
+    builder.normals("window_state", DType::kBf16, {9, channels, 3});
+  }
+  if (mode == "prefill") {
+    builder.list("q_indptr", {0, 2, 2, 72, 73, 140})
+        .list("in_slot", {3, 3, -1, 0, 20})
+        .list("out_slot", {3, 4, 5, -1, 6})
+        .list("snapshot_seq", {0, 2, 2, 3, 9})
+        .list("snapshot_pos", {1, 70, 71, 0, 0})
+        .list("snapshot_slot", {7, 8, 1, 2, 2});
+  } else if (mode == "update") {
+    builder.list("slot", {8, -1, 0, 9, 2, 5});
+  } else {
+    builder.list("slot", {8, -1}).list("parent", {-1, 0, 0}).param("rows_per_request", 3);
+  }
+  return builder.take();
+}
+
+std::vector<VerifyCase> make_conv_cases(uint64_t seed) {
+  std::vector<VerifyCase> cases;
+  for (const char* mode : {"prefill", "update", "verify"}) {
+    for (const char* layout : {"wd", "dw"}) {
+      cases.push_back(make_conv_case(mode, layout, 600, DType::kBf16, seed));
+      cases.push_back(make_conv_case(mode, layout, 13, DType::kF32, seed));
+    }
+  }
+  return cases;
+}
+
 }  // namespace
 
 void add_verify_kda(std::vector<VerifyOperator>& list) {
@@ -143,6 +252,12 @@ void add_verify_kda(std::vector<VerifyOperator>& list) {
                   make_decode_cases,
                   {{"out", kOutTolerance}, {"state", kFp32Tolerance}},
                   nullptr});
+  list.push_back({"kda_verify",
+                  make_verify_cases,
+                  {{"out", kOutTolerance}, {"scratch", kStateTolerance}},
+                  nullptr});
+  list.push_back({"kda_commit", make_commit_cases, {{"state", kFp32Tolerance}}, nullptr});
+  list.push_back({"causal_conv1d", make_conv_cases, {{"out", kBf16Tolerance}}, nullptr});
 }
 
 }  // namespace fovea::cli

@@ -897,10 +897,101 @@ def kda_decode_case(folder, rng):
     write(folder, "kda_decode", "packed_row", params, inputs, {"out": Bf16(out), "state": after})
 
 
+def path_to(parent, node):
+    """The draft rows from the committed state to a node; an illegal parent is the committed state."""
+    path = [node]
+    while 0 <= parent[path[-1]] < path[-1]:
+        path.append(parent[path[-1]])
+    return path[::-1]
+
+
+def kda_verify_case(folder, rng):
+    """A tree of four rows for two requests, one of them padding; records."""
+    heads, dim_k, dim_v, drafts = 2, 4, 3, 4
+    inputs = kda_rows(rng, 2 * drafts, 1, heads, dim_k, dim_v)
+    pool = rng.normal(size=(3, heads, dim_v, dim_k)).astype(np.float32)
+    parent = [-1, 0, 0, 3]  # row 3 names itself
+    out, records = np.zeros((2 * drafts, heads, dim_v)), np.zeros((2, drafts, heads, 2 * dim_k + dim_v))
+    decay = log_decay("lower_bound", inputs["g"].values, inputs["a_log"], inputs["dt_bias"], -5.0)
+    beta = 1 / (1 + np.exp(-inputs["beta"].astype(np.float64)))
+    q, k, v = unit(inputs["q"].values), unit(inputs["k"].values), inputs["v"].values
+    for t in range(drafts):
+        path = [drafts + row for row in path_to(parent, t)]
+        for h in range(heads):
+            start = pool[2, h].astype(np.float64).T
+            args = q[path, 0], k[path, 0], v[path, h], decay[path, h], beta[path, h]
+            rows, states = delta_rule(*args, start, dim_k**-0.5)
+            out[path[-1], h] = rows[-1]
+            before = np.diag(np.exp(decay[path[-1], h])) @ (states[-2] if len(path) > 1 else start)
+            u = beta[path[-1], h] * (v[path[-1], h] - k[path[-1], 0] @ before)
+            records[1, t, h] = np.concatenate([k[path[-1], 0], decay[path[-1], h], u])
+    inputs |= {"state": pool, "slot": i32([-1, 2]), "parent": i32(parent)}
+    params = {"gate": "lower_bound", "beta_kind": "logit", "normalise": True, "mode": "records", "rows_per_request": drafts}
+    write(folder, "kda_verify", "records_tree", params, inputs, {"out": Bf16(out), "scratch": records.astype(np.float32)})
+
+
+def kda_commit_case(folder, rng):
+    """Records of a tree; counts 3 (node 2 after node 0), 0 and 5; a track slot; windows."""
+    heads, dim_k, dim_v, drafts, channels = 1, 4, 3, 4, 5
+    records = rng.normal(size=(3, drafts, heads, 2 * dim_k + dim_v)).astype(np.float32)
+    records[..., dim_k : 2 * dim_k] = -np.abs(records[..., dim_k : 2 * dim_k])
+    pool = rng.normal(size=(5, heads, dim_v, dim_k)).astype(np.float32)
+    windows = Bf16(rng.normal(size=(3, drafts, 3, channels)))
+    window_pool = Bf16(rng.normal(size=(5, channels, 3)))
+    parent, accepted, slot = [-1, 0, 0, 2], [3, 0, 5], [4, 1, 2]
+    track_slot, track_accepted = [3, -1, 9], [4, 1, 1]
+    after, window_bits = pool.copy(), window_pool.bits.copy()
+    for counts, slots in ((accepted, slot), (track_accepted, track_slot)):
+        for r in range(3):
+            if not (1 <= counts[r] <= drafts and 0 <= slots[r] < 5):
+                continue
+            state = pool[slot[r], 0].astype(np.float64)
+            for node in path_to(parent, counts[r] - 1):
+                k, g, u = np.split(records[r, node, 0].astype(np.float64), [dim_k, 2 * dim_k])
+                state = state * np.exp(g) + np.outer(u, k)
+            after[slots[r], 0] = state
+            window_bits[slots[r]] = windows.bits[r, counts[r] - 1].T
+    lists = {"accepted": accepted, "slot": slot, "parent": parent, "track_slot": track_slot, "track_accepted": track_accepted}
+    inputs = {"scratch": records, "state": pool, "window_scratch": windows, "window_state": window_pool}
+    inputs |= {name: i32(values) for name, values in lists.items()}
+    expected = {"state": after, "window_state": Bf16.of_bits(window_bits)}
+    write(folder, "kda_commit", "records_tree", {"mode": "records", "window_layout": "dw"}, inputs, expected)
+
+
+def causal_conv1d_case(folder, rng):
+    """Lengths 1, 0 (a copy) and 5 (fresh, from a slot of NaN); snapshots at 0 and 2 of the last."""
+    channels, starts = 6, [0, 1, 1, 6]
+    x, weight = Bf16(rng.normal(size=(6, channels))), Bf16(rng.normal(size=(channels, 4)))
+    bias = rng.normal(size=channels).astype(np.float32)
+    pool = Bf16(rng.normal(size=(6, channels, 3)))
+    pool.bits[2] = 0x7FC0
+    in_slot, out_slot, fresh = [1, 3, 2], [1, 0, 2], [1, 1, 0]
+    out, after = np.zeros((6, channels)), pool.bits.copy()
+    for n in range(3):
+        window = pool.bits[in_slot[n]].T if fresh[n] else np.zeros((3, channels), np.uint16)
+        line = np.concatenate([window, x.bits[starts[n] : starts[n + 1]]])
+        values = bf16_values(line).astype(np.float64)
+        for t in range(starts[n + 1] - starts[n]):
+            y = bias + (weight.values * values[t : t + 4].T).sum(axis=1)
+            out[starts[n] + t] = y / (1 + np.exp(-y))
+        after[out_slot[n]] = line[len(line) - 3 :].T
+        if n == 2:
+            after[4], after[5] = line[:3].T, line[2:5].T
+    lists = {"q_indptr": starts, "in_slot": in_slot, "out_slot": out_slot}
+    lists |= {"snapshot_seq": [2, 2], "snapshot_pos": [0, 2], "snapshot_slot": [4, 5]}
+    inputs = {"x": x, "weight": weight, "bias": bias, "window_state": pool}
+    inputs |= {name: i32(values) for name, values in lists.items()} | {"has_initial_state": np.asarray(fresh, np.uint8)}
+    expected = {"out": Bf16(out), "window_state": Bf16.of_bits(after)}
+    write(folder, "causal_conv1d", "prefill_dw", {"mode": "prefill", "window_layout": "dw"}, inputs, expected)
+
+
 def kda_cases(folder, rng):
     kda_gate_cases(folder, rng)
     kda_prefill_case(folder, rng)
     kda_decode_case(folder, rng)
+    kda_verify_case(folder, rng)
+    kda_commit_case(folder, rng)
+    causal_conv1d_case(folder, rng)
 
 
 def main():

@@ -18,10 +18,16 @@ struct KdaCommitProblem {
   VerifyMode mode = VerifyMode::kStates;
   int64_t max_requests = 0;      ///< Upper bound of R.
   int64_t rows_per_request = 0;  ///< Td >= 1.
+  /// L >= 1: every layer in one call, see KdaCommitTensors; 0: one layer.
+  int64_t num_layers = 0;
   WindowLayout window_layout = WindowLayout::kWd;
   bool check = false;  ///< As in KdaPrefillProblem.
 };
 
+/// With num_layers = L the tensors of a layer begin with an axis [L]: scratch [L, R, Td, HV, V * K]
+/// (states, one axis for V and K) or [L, R, Td, HV, 2K + V], state [L, slots, HV, V, K],
+/// window_scratch [L, R, Td, 3, D], window_state [L, slots, 3, D] or [L, slots, D, 3]. Counts and
+/// slots are those of every layer.
 struct KdaCommitTensors {
   ConstTensorView scratch{};   ///< f32, as the verify wrote it
   ConstTensorView accepted{};  ///< i32 [R]: tokens of the verify that stay, its first one included
@@ -48,6 +54,10 @@ struct KdaCommitTensors {
 /// window of the same slot. a = 0, or a outside [0, Td]: nothing is committed. A slot outside
 /// [0, slots): nothing is stored there. track_slot[r] receives the state and window of
 /// track_accepted[r] in the same way; slots and track slots that are written must be distinct.
+///
+/// in_slot[r] may be slot[r] or another slot, but not one that a different request writes; outside
+/// [0, slots) the verify kept nothing for the request, and nothing is committed (kRecords). A
+/// state that is not used as S0 may hold NaN.
 ///
 /// Nothing but the written slots changes. Thread count and batch mates change no bit. Errors as
 /// KdaPrefill.

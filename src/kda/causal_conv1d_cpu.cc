@@ -9,6 +9,7 @@
 #include "src/core/parallel.h"
 #include "src/core/simd_math.h"
 #include "src/kda/causal_conv1d_impl.h"
+#include "src/kda/window_simd.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace fovea::internal::HWY_NAMESPACE {
@@ -34,7 +35,7 @@ struct ConvBlock {
 
   const bf16_t* input(int64_t row) const { return x.row(row) + first; }
   bf16_t* output(int64_t row) const { return out.row(row) + first; }
-  bf16_t* history_row(int64_t row) const { return history + row * kConvBlock; }
+  ChannelRange channels() const { return {first, count}; }
 };
 
 template <class T>
@@ -151,75 +152,11 @@ void convolve(const ConvBlock& block, const std::array<const bf16_t*, kRows + kC
     convolve_rows<kRows, false>(block, in, out);
 }
 
-using Window = std::array<const bf16_t*, kConvHistory>;
-
-// The window of a slot, zeros for -1. A wd pool is read in place, a dw pool through `history`.
 Window load_window(const ConvBlock& block, int64_t slot) {
-  Window window{block.history_row(0), block.history_row(1), block.history_row(2)};
-  if (slot < 0) {
-    for (int64_t row = 0; row < kConvHistory; ++row) {
-      std::memset(block.history_row(row), 0, static_cast<size_t>(block.count) * sizeof(bf16_t));
-    }
-    return window;
-  }
-  const WindowPool<bf16_t>& pool = block.pool;
-  if (pool.channel_stride == 1 && pool.row_stride != 1) {
-    for (int64_t row = 0; row < kConvHistory; ++row) {
-      window[static_cast<size_t>(row)] = pool.at(slot, row, block.first);
-    }
-    return window;
-  }
-  const bf16_t* from = pool.at(slot, 0, block.first);
-  int64_t i = 0;
-  if (pool.channel_stride == kConvHistory && pool.row_stride == 1) {
-    const hn::ScalableTag<uint16_t> d;
-    const auto lanes = static_cast<int64_t>(hn::Lanes(d));
-    for (; i + lanes <= block.count; i += lanes) {
-      hn::Vec<decltype(d)> v0, v1, v2;
-      hn::LoadInterleaved3(d, reinterpret_cast<const uint16_t*>(from + kConvHistory * i), v0, v1,
-                           v2);
-      hn::StoreU(v0, d, reinterpret_cast<uint16_t*>(block.history_row(0) + i));
-      hn::StoreU(v1, d, reinterpret_cast<uint16_t*>(block.history_row(1) + i));
-      hn::StoreU(v2, d, reinterpret_cast<uint16_t*>(block.history_row(2) + i));
-    }
-  }
-  for (; i < block.count; ++i) {
-    for (int64_t row = 0; row < kConvHistory; ++row) {
-      block.history_row(row)[i] = from[i * pool.channel_stride + row * pool.row_stride];
-    }
-  }
-  return window;
+  return load_window(block.pool, slot, block.channels(), block.history, kConvBlock);
 }
-
-// Stores a window, oldest row first. `window` may lie in the same slot, as long as row i comes from
-// a row above i: rows are written in order.
 void store_window(const ConvBlock& block, int64_t slot, const Window& window) {
-  const WindowPool<bf16_t>& pool = block.pool;
-  bf16_t* to = pool.at(slot, 0, block.first);
-  if (pool.channel_stride == 1 && pool.row_stride != 1) {
-    for (int64_t row = 0; row < kConvHistory; ++row) {
-      std::memcpy(to + row * pool.row_stride, window[static_cast<size_t>(row)],
-                  static_cast<size_t>(block.count) * sizeof(bf16_t));
-    }
-    return;
-  }
-  int64_t i = 0;
-  if (pool.channel_stride == kConvHistory && pool.row_stride == 1) {
-    const hn::ScalableTag<uint16_t> d;
-    const auto lanes = static_cast<int64_t>(hn::Lanes(d));
-    for (; i + lanes <= block.count; i += lanes) {
-      const auto load = [&](size_t row) {
-        return hn::LoadU(d, reinterpret_cast<const uint16_t*>(window[row] + i));
-      };
-      hn::StoreInterleaved3(load(0), load(1), load(2), d,
-                            reinterpret_cast<uint16_t*>(to + kConvHistory * i));
-    }
-  }
-  for (; i < block.count; ++i) {
-    for (int64_t row = 0; row < kConvHistory; ++row) {
-      to[i * pool.channel_stride + row * pool.row_stride] = window[static_cast<size_t>(row)][i];
-    }
-  }
+  store_window(block.pool, slot, block.channels(), window);
 }
 
 // Rows [from, end) of the sequence that begins at `begin`.

@@ -254,6 +254,34 @@ KdaFinding find_fault(const KdaContents& contents, int64_t* scratch) {
   return {};
 }
 
+KdaFinding find_commit_fault(const CommitContents& contents, int64_t* scratch) {
+  int64_t entry = find_large_slot(contents.in_slot, contents.slots);
+  if (entry >= 0) return {KdaFault::kInSlot, entry};
+  for (const ConstTensorView* list : {&contents.slot, &contents.track_slot}) {
+    entry = find_large_slot(*list, contents.slots);
+    if (entry >= 0) return {KdaFault::kOutSlot, entry};
+  }
+  const int64_t requests = contents.slot.shape[0];
+  int64_t* end = scratch;
+  int64_t fault = -1;
+  const auto gather_active = [&](const ConstTensorView& list, const ConstTensorView& counts,
+                                 int64_t first_entry) {
+    if (!list.defined()) return;
+    for (int64_t r = 0; r < requests; ++r) {
+      const int32_t slot = values(list)[r], count = values(counts)[r];
+      const bool is_legal = count >= 0 && count <= contents.rows_per_request;
+      if (!is_legal && (fault < 0 || r < fault)) fault = r;
+      if (slot >= 0 && is_legal && count > 0) *end++ = keyed(slot, first_entry + r);
+    }
+  };
+  gather_active(contents.slot, contents.accepted, 0);
+  gather_active(contents.track_slot, contents.track_accepted, requests);
+  entry = first_duplicate(scratch, end);
+  if (entry >= 0) return {KdaFault::kDuplicateOutSlot, entry % requests};
+  if (fault >= 0) return {KdaFault::kAccepted, fault};
+  return {};
+}
+
 void report_fault(const char* op, const KdaFinding& finding, const TensorView& report) {
   if (report.defined()) {
     auto* words = static_cast<int32_t*>(report.data);

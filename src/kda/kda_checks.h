@@ -51,8 +51,15 @@ struct KdaContents {
   ConstTensorView in_slot{}, out_slot{};
   int64_t slots = 0;  // of the pool
   ConstTensorView snapshot_seq{}, snapshot_pos{}, snapshot_slot{};
-  int64_t snapshot_interval = 64;  // 1: every position is legal
+  int64_t snapshot_interval = 64;   // 1: every position is legal
   bool out_slots_are_read = false;  // they may repeat
+};
+
+/// The contents of a commit that `check` judges.
+struct CommitContents {
+  ConstTensorView in_slot{}, slot{}, accepted{}, track_slot{}, track_accepted{};
+  int64_t slots = 0;             // of the pool
+  int64_t rows_per_request = 0;  // Td
 };
 
 /// Workspace of find_fault for up to `max_slots` in and out slots and `max_snapshots` snapshots:
@@ -63,6 +70,10 @@ inline int64_t fault_scratch_elements(int64_t max_slots, int64_t max_snapshots) 
 
 /// The first fault in the order of KdaFault, at its lowest entry. Does not allocate.
 KdaFinding find_fault(const KdaContents& contents, int64_t* scratch);
+
+/// The same for a commit, with fault_scratch_elements(R, 0). An out slot is active where its count
+/// commits something; a track slot counts as an out slot, its entry is the request.
+KdaFinding find_commit_fault(const CommitContents& contents, int64_t* scratch);
 
 /// Writes `report` where there is one and throws Error(kInvalidArgument) for a fault.
 void report_fault(const char* op, const KdaFinding& finding, const TensorView& report);
