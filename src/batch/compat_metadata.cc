@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <limits>
 #include <numeric>
 #include <string>
 
@@ -16,7 +15,7 @@ namespace {
 using internal::access;
 using internal::kAnyExtent;
 
-constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
+using internal::kMaxInt32;
 constexpr int32_t kDummySlot = 0;
 
 std::string of_request(int64_t request) { return "request " + std::to_string(request) + ": "; }

@@ -1,7 +1,6 @@
 #include "fovea/context_split.h"
 
 #include <algorithm>
-#include <limits>
 #include <string>
 
 #include "src/core/check.h"
@@ -10,7 +9,7 @@ namespace fovea {
 namespace {
 
 constexpr char kOp[] = "context_split";
-constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
+using internal::kMaxInt32;
 
 using Lengths = std::span<const int32_t>;
 

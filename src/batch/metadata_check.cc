@@ -21,13 +21,10 @@ const internal::OperatorRegistration kRegistration("batch", kOp, [] {
   return internal::list_implementations(kImplementations);
 });
 
-constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
+using internal::kMaxInt32;
 
 void check_problem(const MetadataCheckProblem& problem) {
-  if (to_string(problem.mode).empty()) {
-    internal::invalid(kOp, "mode = " + std::to_string(static_cast<int>(problem.mode)) +
-                               ", expected one of the seven forward modes");
-  }
+  internal::check_mode(kOp, problem.mode);
   internal::check_range(kOp, "max_requests", problem.max_requests, 0, kMaxInt32 - 1);
   internal::check_range(kOp, "max_rows", problem.max_rows, 0, kMaxInt32 - 1);
   internal::check_range(kOp, "table_width", problem.table_width, 1, kMaxInt32);

@@ -20,7 +20,7 @@ const internal::OperatorRegistration kRegistration("batch", kOp, [] {
 });
 
 // Group numbers and worker counts are stored as i32.
-constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
+using internal::kMaxInt32;
 
 void check_tensors(const PagedScheduleProblem& problem, const PagedScheduleTensors& tensors) {
   internal::check_tensor(kOp, "row_len", tensors.row_len, DType::kI32, {internal::kAnyExtent});

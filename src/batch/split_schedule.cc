@@ -20,7 +20,7 @@ const internal::OperatorRegistration kRegistration("batch", kOp, [] {
 });
 
 // Row numbers and piece counts, of which there are fewer than T + P, are stored as i32.
-constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
+using internal::kMaxInt32;
 
 void check_tensors(const SplitScheduleProblem& problem, const SplitScheduleTensors& tensors) {
   internal::check_tensor(kOp, "topk_length", tensors.topk_length, DType::kI32,

@@ -1,7 +1,6 @@
 #include "fovea/request_table.h"
 
 #include <algorithm>
-#include <limits>
 #include <new>
 #include <stdexcept>
 #include <string>
@@ -12,7 +11,7 @@ namespace fovea {
 namespace {
 
 constexpr char kName[] = "request_table";
-constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
+using internal::kMaxInt32;
 
 }  // namespace
 

@@ -17,6 +17,9 @@ namespace fovea::internal {
 /// Throws Error(kUnsupported, "<op>: <what>").
 [[noreturn]] void unsupported(const char* op, const std::string& what);
 
+/// The largest value of an i32 tensor.
+inline constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
+
 /// In a shape list: any extent is accepted on this axis.
 inline constexpr int64_t kAnyExtent = -1;
 

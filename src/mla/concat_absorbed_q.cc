@@ -1,5 +1,3 @@
-#include <limits>
-
 #include "fovea/mla_inputs.h"
 #include "src/core/check.h"
 #include "src/core/implementation_list.h"
@@ -37,9 +35,7 @@ void check_tensors(const ConcatAbsorbedQProblem& problem, const ConcatAbsorbedQT
 
 ConcatAbsorbedQ ConcatAbsorbedQ::plan(const ConcatAbsorbedQProblem& problem, const Device& device,
                                       const Options& options) {
-  internal::check_range(kOp, "max_rows", problem.max_rows, 0, std::numeric_limits<int64_t>::max());
-  internal::check_range(kOp, "num_heads", problem.num_heads, 1,
-                        std::numeric_limits<int32_t>::max());
+  internal::check_input_bounds(kOp, problem);
   return ConcatAbsorbedQ(
       internal::make_plan(kOp, kImplementations, problem, device, options, check_tensors));
 }

@@ -1,5 +1,3 @@
-#include <limits>
-
 #include "fovea/mla_inputs.h"
 #include "src/core/check.h"
 #include "src/core/implementation_list.h"
@@ -71,9 +69,7 @@ void check_tensors(const MlaRopeQuantizeProblem& problem, const MlaRopeQuantizeT
 
 MlaRopeQuantize MlaRopeQuantize::plan(const MlaRopeQuantizeProblem& problem, const Device& device,
                                       const Options& options) {
-  internal::check_range(kOp, "max_rows", problem.max_rows, 0, std::numeric_limits<int64_t>::max());
-  internal::check_range(kOp, "num_heads", problem.num_heads, 1,
-                        std::numeric_limits<int32_t>::max());
+  internal::check_input_bounds(kOp, problem);
   internal::check_positive_finite(kOp, "q_scale", problem.q_scale);
   internal::check_positive_finite(kOp, "k_scale", problem.k_scale);
   return MlaRopeQuantize(

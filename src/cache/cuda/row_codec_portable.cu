@@ -57,13 +57,6 @@ __device__ float finite_magnitude(bf16_t x) {
   return isfinite(magnitude) ? magnitude : 0.0f;
 }
 
-__device__ float warp_max(float value) {
-  for (int step = kWarpThreads / 2; step > 0; step /= 2) {
-    value = fmaxf(value, __shfl_xor_sync(0xFFFFFFFF, value, step));
-  }
-  return value;
-}
-
 // Calls each(c, x[4], n) for the lane's channels c .. c + n - 1 of [begin, end).
 template <bool kAligned, class Each>
 __device__ void for_channels(const SourceRow& row, int64_t begin, int64_t end, Each each) {
@@ -85,7 +78,7 @@ __device__ float tile_max(const SourceRow& row, int64_t begin, int64_t end) {
   for_channels<kAligned>(row, begin, end, [&](int64_t, const bf16_t(&x)[4], int) {
     for (const bf16_t value : x) amax = fmaxf(amax, finite_magnitude(value));
   });
-  return warp_max(amax);
+  return cuda::warp_max(amax);
 }
 
 // codes[c - begin] = e4m3(x[c] / scale).

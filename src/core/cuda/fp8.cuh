@@ -26,7 +26,7 @@ __device__ inline uint32_t bf16_pair(float low, float high) {
 }
 
 /// The values of two codes, the low one first.
-__device__ inline float2 e4m3_pair(uint32_t codes) {
+__device__ inline float2 e4m3_values(uint32_t codes) {
 #if __CUDA_ARCH__ >= 890
   uint32_t halves;  // every e4m3 value is a half
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(codes)));
@@ -38,8 +38,8 @@ __device__ inline float2 e4m3_pair(uint32_t codes) {
 
 /// Four codes times `scale`, as four bf16.
 __device__ inline uint2 decode4(uint32_t codes, float scale) {
-  const float2 low = e4m3_pair(codes & 0xFFFF);
-  const float2 high = e4m3_pair(codes >> 16);
+  const float2 low = e4m3_values(codes & 0xFFFF);
+  const float2 high = e4m3_values(codes >> 16);
   return make_uint2(bf16_pair(low.x * scale, low.y * scale),
                     bf16_pair(high.x * scale, high.y * scale));
 }

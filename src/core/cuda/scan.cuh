@@ -55,12 +55,19 @@ __device__ T block_scan(int64_t count, T* shared, Value value, Done done) {
   return carried;
 }
 
-/// Largest `value` over the block. `shared` as above.
+/// Largest `value` over the warp; of floats NaN is left out.
 template <class T>
-__device__ T block_max(T value, T* shared) {
+__device__ T warp_max(T value) {
   for (int step = kWarpThreads / 2; step > 0; step /= 2) {
     value = max(value, __shfl_xor_sync(0xFFFFFFFF, value, step));
   }
+  return value;
+}
+
+/// Largest `value` over the block. `shared` as above.
+template <class T>
+__device__ T block_max(T value, T* shared) {
+  value = warp_max(value);
   if (threadIdx.x % kWarpThreads == 0) shared[threadIdx.x / kWarpThreads] = value;
   __syncthreads();
   value = shared[0];

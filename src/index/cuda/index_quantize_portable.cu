@@ -90,13 +90,6 @@ __device__ float finite_magnitude(float x) {
   return isfinite(magnitude) ? magnitude : 0.0f;
 }
 
-__device__ float warp_max(float value) {
-  for (int step = kWarpThreads / 2; step > 0; step /= 2) {
-    value = fmaxf(value, __shfl_xor_sync(0xFFFFFFFF, value, step));
-  }
-  return value;
-}
-
 __device__ float inverse_deviation(float variance) {
   return 1.0f / sqrtf(variance + static_cast<float>(kIndexNormEps));
 }
@@ -216,7 +209,7 @@ __global__ void __launch_bounds__(kThreads) quantize_128(const __grid_constant__
     float amax = 0;
 #pragma unroll
     for (const float x : quad.x) amax = fmaxf(amax, finite_magnitude(x));
-    const float scale = index_tile_scale(warp_max(amax), params.mode);
+    const float scale = index_tile_scale(cuda::warp_max(amax), params.mode);
     uint8_t code[4];
     cuda::e4m3_codes(quad.x[0] / scale, quad.x[1] / scale, quad.x[2] / scale, quad.x[3] / scale,
                      code);
@@ -296,7 +289,7 @@ struct SharedRow {
     float largest = 0;
     for (int i = rank(); i < count; i += kGroup) largest = fmaxf(largest, finite_magnitude(x[i]));
     if constexpr (kGroup == kWarpThreads) {
-      return warp_max(largest);
+      return cuda::warp_max(largest);
     } else {
       __shared__ float warps[kGroup / kWarpThreads];
       return cuda::block_max(largest, warps);
