@@ -15,9 +15,9 @@ namespace fovea::bench {
 
 /// One implementation, ready to run on the inputs of a case.
 struct PreparedRun {
-  std::string implementation;  ///< The one that was chosen.
-  std::function<void()> run;
-  /// Compares what the last run() wrote with the reference; empty when it is right.
+  std::string implementation;       ///< The one that was chosen.
+  std::function<void(Stream)> run;  ///< Submits one run.
+  /// Waits, then compares what the last run() wrote with the reference; empty when it is right.
   std::function<std::string()> mismatch;
 };
 

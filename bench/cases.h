@@ -1,8 +1,11 @@
 #pragma once
 
+#include <cstdint>
 #include <vector>
 
 #include "bench/case.h"
+#include "fovea/index_logits.h"
+#include "fovea/sparse_mla.h"
 
 /// The cases of each operator; all_cases() joins them.
 namespace fovea::bench {
@@ -17,5 +20,29 @@ std::vector<BenchCase> unpack_rows_cases();
 std::vector<BenchCase> mha_varlen_cases();
 std::vector<BenchCase> metadata_refresh_cases();
 std::vector<BenchCase> merge_lse_cases();
+
+/// The latent cache of a sparse_mla case: the rows of a request are taken from a region of its own
+/// (from the first one again when there are more requests), whose pages lie in random order.
+struct LatentPool {
+  int64_t regions = 1;
+  int64_t region_rows = 65536;  ///< A multiple of 64.
+  int64_t rows_per_request = 1;
+};
+BenchCase sparse_mla_case(const SparseMlaProblem& problem, const LatentPool& pool = {});
+
+/// `keys` is the length of the longest row, a multiple of 64; rows_per_request of the paged layout
+/// divides rows.
+struct ScoringShape {
+  IndexLayout layout;
+  int64_t rows, keys;
+  int64_t rows_per_request = 1;
+  bool causal = false;  ///< Ragged: the rows are the last ones of the keys' sequence.
+};
+BenchCase index_logits_case(const ScoringShape& shape);
+BenchCase index_select_case(const ScoringShape& shape);
+
+/// What the logits of a row look like.
+enum class Values { kNormal, kEqual, kFewValues, kAscending, kDescending, kCloseTogether };
+BenchCase topk_select_case(int64_t rows, int64_t width, Values values);
 
 }  // namespace fovea::bench

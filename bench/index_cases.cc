@@ -23,20 +23,25 @@ constexpr int64_t kIndexDim = 128;
 constexpr int64_t kIndexRowBytes = kIndexDim + 4;
 constexpr int64_t kPageSize = 64;
 constexpr int64_t kTopk = 2048;
+// A pool of more pages repeats them: enough that no two keys of a request are equal.
+constexpr int64_t kDistinctPages = 4096;
 
 double as_double(int64_t value) { return static_cast<double>(value); }
 
-// ---- index_logits and index_select: `rows` rows of `keys` keys each, one contiguous key array for
-// all (ragged) or pages of their own in random order (paged).
+// ---- index_logits and index_select: rows of up to `keys` keys each, of one contiguous key array
+// for all (ragged) or of pages in random order that belong to the row's request (paged).
 
 struct ScoringInputs {
   IndexLayout layout;
-  int64_t rows, keys;
+  int64_t rows, keys, requests;
   OwnedTensor q_fp8, head_weight, k_fp8, k_scale, k_start, k_end;
   OwnedTensor pool, page_table, row_to_request, row_len;
 
-  ScoringInputs(IndexLayout layout_of_keys, int64_t num_rows, int64_t num_keys)
-      : layout(layout_of_keys), rows(num_rows), keys(num_keys) {
+  explicit ScoringInputs(const ScoringShape& shape)
+      : layout(shape.layout),
+        rows(shape.rows),
+        keys(shape.keys),
+        requests(shape.rows / shape.rows_per_request) {
     Generator generator(21);
     q_fp8 = random_e4m3(&generator, {rows, kIndexHeads, kIndexDim}, 60.0f);
     head_weight = normal_f32(&generator, {rows, kIndexHeads}, 1e-4f);
@@ -48,11 +53,24 @@ struct ScoringInputs {
     k_scale = filled_f32({keys}, 0.01f);
     k_start = filled_i32({rows}, 0);
     k_end = filled_i32({rows}, static_cast<int32_t>(keys));
+    if (!shape.causal) return;
+    for (int64_t t = 0; t < rows; ++t) {
+      k_end.data<int32_t>()[t] = static_cast<int32_t>(keys - rows + t + 1);
+    }
   }
 
-  double flops() const { return 2.0 * as_double(rows * keys) * as_double(kIndexHeads * kIndexDim); }
+  int64_t row_keys(int64_t row) const {
+    return layout == IndexLayout::kRagged ? k_end.data<int32_t>()[row] : keys;
+  }
+  /// (row, key) pairs that are scored.
+  int64_t pairs() const {
+    int64_t sum = 0;
+    for (int64_t t = 0; t < rows; ++t) sum += row_keys(t);
+    return sum;
+  }
+  double flops() const { return 2.0 * as_double(pairs()) * as_double(kIndexHeads * kIndexDim); }
   double bytes() const {
-    const int64_t distinct_keys = layout == IndexLayout::kPaged ? rows * keys : keys;
+    const int64_t distinct_keys = layout == IndexLayout::kPaged ? requests * keys : keys;
     return as_double(distinct_keys * kIndexRowBytes + q_fp8.bytes() + head_weight.bytes());
   }
 
@@ -92,16 +110,19 @@ struct ScoringInputs {
  private:
   // In a page all codes come first, then the scales.
   void make_pool(Generator* generator) {
-    const int64_t pages_per_row = keys / kPageSize, page_bytes = kPageSize * kIndexRowBytes;
-    pool = random_e4m3(generator, {rows * pages_per_row, page_bytes}, 60.0f);
-    for (int64_t page = 0; page < rows * pages_per_row; ++page) {
+    const int64_t pages_each = keys / kPageSize, page_bytes = kPageSize * kIndexRowBytes;
+    const int64_t pages = requests * pages_each;
+    pool = random_e4m3(generator, {std::min(pages, kDistinctPages), page_bytes}, 60.0f);
+    for (int64_t page = 0; page < pool.view().shape[0]; ++page) {
       uint8_t* scales = pool.data<uint8_t>() + page * page_bytes + kPageSize * kIndexDim;
       std::fill_n(reinterpret_cast<float*>(scales), kPageSize, 0.01f);
     }
-    page_table = from_i32(permutation(generator, rows * pages_per_row), {rows, pages_per_row});
-    std::vector<int32_t> requests(static_cast<size_t>(rows));
-    std::iota(requests.begin(), requests.end(), 0);
-    row_to_request = from_i32(requests, {rows});
+    if (pages > kDistinctPages) pool = repeated(pool, {pages, page_bytes});
+    page_table = from_i32(permutation(generator, pages), {requests, pages_each});
+    row_to_request = filled_i32({rows}, 0);
+    for (int64_t t = 0; t < rows; ++t) {
+      row_to_request.data<int32_t>()[t] = static_cast<int32_t>(t * requests / rows);
+    }
     row_len = filled_i32({rows}, static_cast<int32_t>(keys));
   }
 };
@@ -112,11 +133,11 @@ struct Logits {
 
 class IndexLogitsCase : public OperatorCase<IndexLogits, Logits> {
  public:
-  IndexLogitsCase(const IndexLogitsProblem& problem, int64_t keys)
-      : OperatorCase(problem), inputs_(problem.layout, problem.max_rows, keys) {
+  IndexLogitsCase(const IndexLogitsProblem& problem, const ScoringShape& shape)
+      : OperatorCase(problem), inputs_(shape) {
     work_.flops = inputs_.flops();
     work_.bytes_read = inputs_.bytes();
-    work_.bytes_written = 4.0 * as_double(problem.max_rows * keys);
+    work_.bytes_written = 4.0 * as_double(inputs_.pairs());
   }
 
  private:
@@ -134,6 +155,7 @@ class IndexLogitsCase : public OperatorCase<IndexLogits, Logits> {
     IndexLogitsTensors part = full;
     inputs_.cut(&part, row);
     part.logits = slice_rows(full.logits, row, row + 1);
+    part.logits.shape[1] = inputs_.row_keys(row);  // columns past the row are unspecified
     return part;
   }
   // Heads of both signs cancel, so that the error is measured against the largest logit of the row.
@@ -141,7 +163,8 @@ class IndexLogitsCase : public OperatorCase<IndexLogits, Logits> {
                          const IndexLogitsTensors& reference) override {
     float largest = 0;
     const auto* logits = static_cast<const float*>(reference.logits.data);
-    for (int64_t j = 0; j < inputs_.keys; ++j) largest = std::max(largest, std::fabs(logits[j]));
+    for (int64_t j = 0; j < reference.logits.shape[1]; ++j)
+      largest = std::max(largest, std::fabs(logits[j]));
     return difference_text("logits", actual.logits, reference.logits, {largest * 0x1p-16, 0, 1e-5});
   }
 
@@ -154,8 +177,8 @@ struct Indices {
 
 class IndexSelectCase : public OperatorCase<IndexSelect, Indices> {
  public:
-  explicit IndexSelectCase(const IndexSelectProblem& problem)
-      : OperatorCase(problem), inputs_(problem.layout, problem.max_rows, problem.max_width) {
+  IndexSelectCase(const IndexSelectProblem& problem, const ScoringShape& shape)
+      : OperatorCase(problem), inputs_(shape) {
     work_.flops = inputs_.flops();
     work_.bytes_read = inputs_.bytes();
     work_.bytes_written = as_double(make_outputs().indices.bytes());
@@ -199,9 +222,6 @@ class IndexSelectCase : public OperatorCase<IndexSelect, Indices> {
 };
 
 // ---- topk_select
-
-/// What the logits of a row look like.
-enum class Values { kNormal, kEqual, kFewValues, kAscending, kDescending, kCloseTogether };
 
 const char* name_of(Values values) {
   switch (values) {
@@ -261,6 +281,15 @@ class TopkSelectCase : public OperatorCase<TopkSelect, Indices> {
     result.row_len = row_len_;
     result.indices = outputs->indices;
     return result;
+  }
+  // A row at a time where all of them would take the reference long.
+  std::vector<int64_t> sampled_rows() const override {
+    return problem_.max_rows > 32 ? spread_rows(problem_.max_rows) : std::vector<int64_t>();
+  }
+  TopkSelectTensors row_of(const TopkSelectTensors& full, int64_t row) override {
+    return {.logits = slice_rows(full.logits, row, row + 1),
+            .row_len = slice_rows(full.row_len, row, row + 1),
+            .indices = slice_rows(full.indices, row, row + 1)};
   }
   std::string difference(const TopkSelectTensors& actual,
                          const TopkSelectTensors& reference) override {
@@ -355,96 +384,97 @@ class IndexQuantizeCase : public OperatorCase<IndexQuantize, Quantized> {
   OwnedTensor q_, k_, norm_weight_, norm_bias_, head_gate_, positions_, cos_sin_;
 };
 
-}  // namespace
-
-namespace {
-
-struct ScoringShape {
-  IndexLayout layout;
-  int64_t rows, keys;
-};
-
-BenchCase scoring_case(const char* op, const ScoringShape& shape) {
+BenchCase named_case(const char* op, const ScoringShape& shape) {
   const bool paged = shape.layout == IndexLayout::kPaged;
   BenchCase entry;
   entry.op = op;
   entry.name = fmt::format("{}_{}x{}k", paged ? "paged" : "ragged", shape.rows, shape.keys / 1024);
-  entry.description = fmt::format(
-      "{} row{} x {}K keys, 64 heads x 128, {}", shape.rows, shape.rows == 1 ? "" : "s",
-      shape.keys / 1024, paged ? "pages of 64, a request per row" : "one contiguous key array");
+  entry.description =
+      fmt::format("{} row{} x {}K keys, 64 heads x 128, {}{}", shape.rows,
+                  shape.rows == 1 ? "" : "s", shape.keys / 1024,
+                  !paged                        ? "one contiguous key array"
+                  : shape.rows_per_request == 1 ? "pages of 64, a request per row"
+                                                : "pages of 64, several rows per request",
+                  shape.causal ? ", causal" : "");
   return entry;
 }
 
 }  // namespace
+
+BenchCase index_logits_case(const ScoringShape& shape) {
+  IndexLogitsProblem problem;
+  problem.layout = shape.layout;
+  problem.max_rows = shape.rows;
+  problem.num_heads = kIndexHeads;
+  problem.page_size = shape.layout == IndexLayout::kPaged ? kPageSize : 0;
+  BenchCase entry = named_case("index_logits", shape);
+  entry.make = [problem, shape] { return std::make_unique<IndexLogitsCase>(problem, shape); };
+  return entry;
+}
+
+BenchCase index_select_case(const ScoringShape& shape) {
+  const bool paged = shape.layout == IndexLayout::kPaged;
+  IndexSelectProblem problem;
+  problem.layout = shape.layout;
+  problem.max_rows = shape.rows;
+  problem.max_width = shape.keys;
+  problem.num_heads = kIndexHeads;
+  problem.topk = kTopk;
+  problem.page_size = paged ? kPageSize : 0;
+  problem.transform = paged ? IndexTransform::kPaged : IndexTransform::kLocal;
+  BenchCase entry = named_case("index_select", shape);
+  entry.description += ", 2048 selected";
+  entry.make = [problem, shape] { return std::make_unique<IndexSelectCase>(problem, shape); };
+  return entry;
+}
+
+BenchCase topk_select_case(int64_t rows, int64_t width, Values values) {
+  TopkSelectProblem problem;
+  problem.max_rows = rows;
+  problem.max_width = width;
+  problem.topk = kTopk;
+  BenchCase entry;
+  entry.op = "topk_select";
+  entry.name = fmt::format("{}x{}k_{}", rows, width / 1024, name_of(values));
+  entry.description = fmt::format("2048 of {}K logits, {} row{}, values: {}", width / 1024, rows,
+                                  rows == 1 ? "" : "s", name_of(values));
+  entry.make = [problem, values] { return std::make_unique<TopkSelectCase>(problem, values); };
+  return entry;
+}
 
 std::vector<BenchCase> index_logits_cases() {
   std::vector<BenchCase> cases;
   for (const ScoringShape& shape :
        {ScoringShape{IndexLayout::kPaged, 1, 65536}, ScoringShape{IndexLayout::kRagged, 32, 8192},
         ScoringShape{IndexLayout::kPaged, 32, 8192}}) {
-    IndexLogitsProblem problem;
-    problem.layout = shape.layout;
-    problem.max_rows = shape.rows;
-    problem.num_heads = kIndexHeads;
-    problem.page_size = shape.layout == IndexLayout::kPaged ? kPageSize : 0;
-    BenchCase entry = scoring_case("index_logits", shape);
-    entry.target = PublishedTarget{shape.rows == 1 ? 1.5 : 5.7};
-    entry.make = [problem, keys = shape.keys] {
-      return std::make_unique<IndexLogitsCase>(problem, keys);
-    };
-    cases.push_back(std::move(entry));
+    cases.push_back(index_logits_case(shape));
+    cases.back().target = PublishedTarget{shape.rows == 1 ? 1.5 : 5.7};
   }
   return cases;
 }
 
 std::vector<BenchCase> index_select_cases() {
   std::vector<BenchCase> cases;
-  for (const ScoringShape& shape : {ScoringShape{IndexLayout::kPaged, 1, 65536},
-                                    ScoringShape{IndexLayout::kRagged, 32, 8192}}) {
-    const bool paged = shape.layout == IndexLayout::kPaged;
-    IndexSelectProblem problem;
-    problem.layout = shape.layout;
-    problem.max_rows = shape.rows;
-    problem.max_width = shape.keys;
-    problem.num_heads = kIndexHeads;
-    problem.topk = kTopk;
-    problem.page_size = paged ? kPageSize : 0;
-    problem.transform = paged ? IndexTransform::kPaged : IndexTransform::kLocal;
-    BenchCase entry = scoring_case("index_select", shape);
-    entry.description += ", 2048 selected";
-    if (paged) entry.target = PublishedTarget{1.6};
-    entry.make = [problem] { return std::make_unique<IndexSelectCase>(problem); };
-    cases.push_back(std::move(entry));
-  }
+  cases.push_back(index_select_case({IndexLayout::kPaged, 1, 65536}));
+  cases.back().target = PublishedTarget{1.6};
+  cases.push_back(index_select_case({IndexLayout::kRagged, 32, 8192}));
   return cases;
 }
 
 std::vector<BenchCase> topk_select_cases() {
   std::vector<BenchCase> cases;
-  const auto add = [&](int64_t rows, int64_t width, Values values) {
-    TopkSelectProblem problem;
-    problem.max_rows = rows;
-    problem.max_width = width;
-    problem.topk = kTopk;
-    BenchCase entry;
-    entry.op = "topk_select";
-    entry.name = fmt::format("{}x{}k_{}", rows, width / 1024, name_of(values));
-    entry.description = fmt::format("2048 of {}K logits, {} row{}, values: {}", width / 1024, rows,
-                                    rows == 1 ? ", one thread" : "s", name_of(values));
-    if (rows == 1) {
+  for (const int64_t width : {65536, 131072}) {
+    for (const Values values : {Values::kNormal, Values::kEqual, Values::kFewValues,
+                                Values::kAscending, Values::kDescending, Values::kCloseTogether}) {
+      BenchCase entry = topk_select_case(1, width, values);
+      entry.description += ", one thread";
       entry.num_threads = 1;
       const double usual_ms = width == 65536 ? 0.020 : 0.036;
       entry.target = PublishedTarget{values == Values::kNormal ? usual_ms : 1.5 * usual_ms};
+      cases.push_back(std::move(entry));
     }
-    entry.make = [problem, values] { return std::make_unique<TopkSelectCase>(problem, values); };
-    cases.push_back(std::move(entry));
-  };
-  for (const int64_t width : {65536, 131072}) {
-    for (const Values values : {Values::kNormal, Values::kEqual, Values::kFewValues,
-                                Values::kAscending, Values::kDescending, Values::kCloseTogether})
-      add(1, width, values);
   }
-  add(16, 65536, Values::kNormal);
+  cases.push_back(topk_select_case(16, 65536, Values::kNormal));
   return cases;
 }
 

@@ -9,6 +9,8 @@
 
 namespace fovea::bench {
 
+thread_local DeviceTensors* Placement::current_ = nullptr;
+
 OwnedTensor::OwnedTensor(DType dtype, std::initializer_list<int64_t> shape) {
   static_cast<TensorShape&>(view_) = packed_shape(dtype, shape);
   memory_.reserve(static_cast<size_t>(std::max<int64_t>(64, bytes())));
@@ -70,6 +72,15 @@ OwnedTensor rope_table(int64_t num_positions, int64_t rope_dim) {
     }
   }
   return table;
+}
+
+OwnedTensor repeated(const OwnedTensor& pattern, std::initializer_list<int64_t> shape) {
+  OwnedTensor tensor(pattern.view().dtype, shape);
+  for (int64_t done = 0; done < tensor.bytes(); done += pattern.bytes()) {
+    std::copy_n(pattern.data<uint8_t>(), std::min(pattern.bytes(), tensor.bytes() - done),
+                tensor.data<uint8_t>() + done);
+  }
+  return tensor;
 }
 
 std::vector<int64_t> spread_rows(int64_t num_rows) {

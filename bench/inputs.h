@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "fovea/device.h"
+#include "fovea/device_tensors.h"
 #include "fovea/dtype.h"
 #include "fovea/tensor.h"
 
@@ -41,6 +42,28 @@ class Generator {
   uint64_t state_;
 };
 
+/// While it lives, the views that owned tensors of this thread convert to are those of `tensors`:
+/// what an operator is given on a device. A case builds its tensors struct inside of one and needs
+/// not know where it will run. view() stays on the host.
+class Placement {
+ public:
+  explicit Placement(DeviceTensors* tensors) : previous_(current_) { current_ = tensors; }
+  ~Placement() { current_ = previous_; }
+  Placement(const Placement&) = delete;
+  Placement& operator=(const Placement&) = delete;
+
+  static TensorView place(const TensorView& host) {
+    return current_ == nullptr ? host : current_->output(host);
+  }
+  static ConstTensorView place(const ConstTensorView& host) {
+    return current_ == nullptr ? host : current_->input(host);
+  }
+
+ private:
+  static thread_local DeviceTensors* current_;
+  DeviceTensors* previous_;
+};
+
 /// A packed tensor that owns its memory (64-byte aligned).
 class OwnedTensor {
  public:
@@ -49,8 +72,8 @@ class OwnedTensor {
 
   TensorView view() { return view_; }
   ConstTensorView view() const { return view_; }
-  operator TensorView() { return view_; }             // NOLINT: cases read better
-  operator ConstTensorView() const { return view_; }  // NOLINT
+  operator TensorView() { return Placement::place(view_); }  // NOLINT: cases read better
+  operator ConstTensorView() const { return Placement::place(view()); }  // NOLINT
   int64_t num_elements() const { return view_.num_elements(); }
   int64_t bytes() const;
 
@@ -79,6 +102,10 @@ OwnedTensor random_e4m3(Generator* generator, std::initializer_list<int64_t> sha
 OwnedTensor rope_table(int64_t num_positions, int64_t rope_dim);
 OwnedTensor filled_i32(std::initializer_list<int64_t> shape, int32_t value);
 OwnedTensor from_i32(const std::vector<int32_t>& values, std::initializer_list<int64_t> shape);
+
+/// `shape` filled with copies of `pattern`, one after the other: large pools cost a copy instead of
+/// a generator.
+OwnedTensor repeated(const OwnedTensor& pattern, std::initializer_list<int64_t> shape);
 
 /// First, last and up to two rows between.
 std::vector<int64_t> spread_rows(int64_t num_rows);

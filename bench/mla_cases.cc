@@ -34,21 +34,29 @@ std::string out_lse_difference(const Tensors& actual, const Tensors& reference) 
   return wrong.empty() ? difference_text("lse", actual.lse, reference.lse, kFp32Output) : wrong;
 }
 
-// ---- sparse_mla: K of a pool of 64K latent rows per query row, indices distinct and unordered.
+// ---- sparse_mla: K latent rows per query row, distinct and unordered, of the region that belongs
+// to its request.
 
 class SparseMlaCase : public OperatorCase<SparseMla, OutLse> {
  public:
-  explicit SparseMlaCase(const SparseMlaProblem& problem) : OperatorCase(problem) {
+  SparseMlaCase(const SparseMlaProblem& problem, const LatentPool& pool)
+      : OperatorCase(problem), pool_rows_(pool.regions * pool.region_rows) {
     Generator generator(11);
     q_ = normal_bf16(&generator, {problem.max_rows, problem.num_heads, 576});
-    kv_ = normal_bf16(&generator, {kPoolRows, 576});
+    kv_ = normal_bf16(&generator, {std::min(pool_rows_, kPoolRows), 576});
     if (problem.row_format == RowFormat::kV32) pack_pool();
     if (problem.row_format == RowFormat::kF576) encode_pool();
+    if (pool_rows_ > kPoolRows) repeat_pool();
     std::vector<int32_t> slots;
-    std::vector<bool> listed(kPoolRows, false);
+    std::vector<bool> listed(static_cast<size_t>(pool_rows_), false);
+    const std::vector<int32_t> pages = permutation(&generator, pool_rows_ / kPageSize);
     for (int64_t t = 0; t < problem.max_rows; ++t) {
-      for (const int32_t slot : distinct(&generator, problem.topk, kPoolRows)) {
-        slots.push_back(slot);
+      const int64_t region = t / pool.rows_per_request % pool.regions;
+      for (const int32_t token : distinct(&generator, problem.topk, pool.region_rows)) {
+        const int64_t row = region * pool.region_rows + token;
+        const int64_t slot =
+            pages[static_cast<size_t>(row / kPageSize)] * kPageSize + row % kPageSize;
+        slots.push_back(static_cast<int32_t>(slot));
         listed[static_cast<size_t>(slot)] = true;
       }
     }
@@ -68,12 +76,13 @@ class SparseMlaCase : public OperatorCase<SparseMla, OutLse> {
 
  private:
   void pack_pool() {
-    std::vector<int32_t> slots(kPoolRows);
+    const int64_t rows = kv_.view().shape[0];
+    std::vector<int32_t> slots(static_cast<size_t>(rows));
     std::iota(slots.begin(), slots.end(), 0);
-    const OwnedTensor slot_list = from_i32(slots, {kPoolRows});
-    OwnedTensor pool(DType::kU8, {kPoolRows / kPageSize, kPageSize * 656});
+    const OwnedTensor slot_list = from_i32(slots, {rows});
+    OwnedTensor pool(DType::kU8, {rows / kPageSize, kPageSize * 656});
     RowCodecProblem codec;
-    codec.max_rows = kPoolRows;
+    codec.max_rows = rows;
     codec.row_format = RowFormat::kV32;
     codec.page_size = kPageSize;
     codec.width = 576;
@@ -85,11 +94,18 @@ class SparseMlaCase : public OperatorCase<SparseMla, OutLse> {
 
   // The codes of the rows with k_scale 1.
   void encode_pool() {
-    OwnedTensor pool(DType::kU8, {kPoolRows / kPageSize, kPageSize * 576});
+    const int64_t rows = kv_.view().shape[0];
+    OwnedTensor pool(DType::kU8, {rows / kPageSize, kPageSize * 576});
     const auto* from = static_cast<const bf16_t*>(kv_.view().data);
     auto* to = static_cast<uint8_t*>(pool.view().data);
-    for (int64_t i = 0; i < kPoolRows * 576; ++i) to[i] = e4m3_from_float(bf16_to_float(from[i]));
+    for (int64_t i = 0; i < rows * 576; ++i) to[i] = e4m3_from_float(bf16_to_float(from[i]));
     kv_ = std::move(pool);
+  }
+
+  void repeat_pool() {
+    const int64_t rows =
+        problem_.row_format == RowFormat::kBf16 ? pool_rows_ : pool_rows_ / kPageSize;
+    kv_ = repeated(kv_, {rows, kv_.view().shape[1]});
   }
 
   // The split plan of rows of K slots each.
@@ -134,6 +150,7 @@ class SparseMlaCase : public OperatorCase<SparseMla, OutLse> {
     return out_lse_difference(actual, reference);
   }
 
+  int64_t pool_rows_;
   OwnedTensor q_, kv_, indices_, schedule_, split_indptr_;
 };
 
@@ -231,21 +248,22 @@ std::optional<PublishedTarget> sparse_mla_target(int64_t rows, int64_t heads, Ro
 
 }  // namespace
 
-BenchCase sparse_mla_case(const SparseMlaProblem& problem) {
+BenchCase sparse_mla_case(const SparseMlaProblem& problem, const LatentPool& pool) {
   const int64_t rows = problem.max_rows;
   BenchCase entry;
   entry.op = "sparse_mla";
   entry.name = fmt::format("h{}_rows{}_{}", problem.num_heads, rows, to_string(problem.row_format));
-  entry.description =
-      fmt::format("{} query row{} x {} heads, 2048 of 64K {} rows", rows, rows == 1 ? "" : "s",
-                  problem.num_heads, to_string(problem.row_format));
+  entry.description = fmt::format("{} query row{} x {} heads, {} of {}K {} rows", rows,
+                                  rows == 1 ? "" : "s", problem.num_heads, problem.topk,
+                                  pool.region_rows / 1024, to_string(problem.row_format));
+  if (pool.regions > 1) entry.description += fmt::format(", {} regions", pool.regions);
   if (problem.split_parts > 0) {
     entry.name += fmt::format("_parts{}", problem.split_parts);
     entry.description += fmt::format(", split plan of {} parts", problem.split_parts);
-  } else {
+  } else if (pool.regions == 1) {
     entry.target = sparse_mla_target(rows, problem.num_heads, problem.row_format);
   }
-  entry.make = [problem] { return std::make_unique<SparseMlaCase>(problem); };
+  entry.make = [problem, pool] { return std::make_unique<SparseMlaCase>(problem, pool); };
   return entry;
 }
 

@@ -25,8 +25,12 @@ class OperatorCase : public CaseInputs {
 
   PreparedRun prepare(const Device& device, const Options& options) final {
     const std::shared_ptr<Prepared> prepared = make(device, options);
-    return {prepared->plan.implementation().name, [this, prepared] { prepared->run(); },
-            [this, prepared] { return mismatch(prepared->tensors); }};
+    return {prepared->plan.implementation().name,
+            [prepared](Stream stream) { prepared->run(prepared->there, stream); },
+            [this, prepared] {
+              prepared->copies.fetch();
+              return mismatch(prepared->tensors);
+            }};
   }
 
  protected:
@@ -34,7 +38,8 @@ class OperatorCase : public CaseInputs {
 
   /// Fresh output buffers: not yet the right result.
   virtual Outputs make_outputs() const = 0;
-  /// Inputs and outputs of a full run.
+  /// Inputs and outputs of a full run: every view by conversion of an owned tensor, which a
+  /// Placement moves.
   virtual Tensors tensors(Outputs* outputs) = 0;
   /// What is wrong with `actual`; empty when it matches.
   virtual std::string difference(const Tensors& actual, const Tensors& reference) = 0;
@@ -56,17 +61,36 @@ class OperatorCase : public CaseInputs {
   struct Prepared {
     Plan plan;
     Outputs outputs;
-    Tensors tensors{};
-    HostBuffer workspace;
-    void run() { plan.run(tensors, workspace.workspace()); }
-    void run(const Tensors& part) { plan.run(part, workspace.workspace()); }
+    DeviceTensors copies;
+    Tensors tensors{};  ///< On the host.
+    Tensors there{};    ///< Where the plan runs.
+    HostBuffer host_workspace;
+    DeviceBuffer device_workspace;
+    void run(const Tensors& part, Stream stream = {}) {
+      const bool on_gpu = plan.device().kind == DeviceKind::kCuda;
+      plan.run(part, on_gpu ? device_workspace.workspace() : host_workspace.workspace(), stream);
+    }
   };
 
   std::shared_ptr<Prepared> make(const Device& device, const Options& options) {
-    auto prepared = std::make_shared<Prepared>(
-        Prepared{Plan::plan(problem_, device, options), make_outputs(), {}, HostBuffer()});
+    auto prepared = std::make_shared<Prepared>(Prepared{Plan::plan(problem_, device, options),
+                                                        make_outputs(),
+                                                        DeviceTensors(device),
+                                                        {},
+                                                        {},
+                                                        {},
+                                                        {}});
     prepared->tensors = tensors(&prepared->outputs);
-    prepared->workspace.reserve(prepared->plan.workspace_bytes());
+    {
+      const Placement placement(&prepared->copies);
+      prepared->there = tensors(&prepared->outputs);
+    }
+    const size_t bytes = prepared->plan.workspace_bytes();
+    if (device.kind == DeviceKind::kCuda) {
+      prepared->device_workspace.reserve(device, bytes);
+    } else {
+      prepared->host_workspace.reserve(bytes);
+    }
     return prepared;
   }
 
@@ -74,7 +98,7 @@ class OperatorCase : public CaseInputs {
     const std::vector<int64_t> rows = sampled_rows();
     if (!reference_) {
       reference_ = make(Device::cpu(1), Options{"ref"});
-      if (rows.empty()) reference_->run();
+      if (rows.empty()) reference_->run(reference_->tensors);
       for (const int64_t row : rows) reference_->run(row_of(reference_->tensors, row));
     }
     if (rows.empty()) return difference(actual, reference_->tensors);

@@ -37,6 +37,8 @@ Json to_json(const Measurement& m) {
       {"description", m.description},
       {"implementation", m.implementation},
       {"isa", to_string(m.isa)},
+      {"device", m.device},
+      {"graph", m.graph},
       {"threads", m.num_threads},
       {"cache", m.cold ? "cold" : "warm"},
       {"samples", m.time.num_samples},
@@ -78,9 +80,16 @@ Session make_session(const std::string& command) {
 }
 
 std::string describe_session(const Session& session) {
+  std::string gpu;
+  if (!session.device.empty()) {
+    gpu = fmt::format("{}{}\n", session.device,
+                      session.device_clock_mhz > 0
+                          ? fmt::format(": up to {:.0f} MHz", session.device_clock_mhz)
+                          : "");
+  }
   return fmt::format(
-      "fovea {} (commit {}), {}\n{}: {} hardware threads, {}, {}\ncommand: {}\n", session.version,
-      session.commit, session.date_utc, cpu_facts().model, cpu_facts().num_threads,
+      "fovea {} (commit {}), {}\n{}{}: {} hardware threads, {}, {}\ncommand: {}\n", session.version,
+      session.commit, session.date_utc, gpu, cpu_facts().model, cpu_facts().num_threads,
       session.clock_mhz > 0 ? fmt::format("{:.0f} MHz", session.clock_mhz) : "clock unknown",
       to_string(current_cpu_isa()), session.command);
 }
@@ -146,6 +155,8 @@ Json to_json(const Session& session, const std::vector<Measurement>& measurement
       {"command", session.command},
       {"date_utc", session.date_utc},
       {"cpu", cpu_facts().model},
+      {"device", session.device.empty() ? Json() : Json(session.device)},
+      {"device_clock_mhz", session.device_clock_mhz > 0 ? Json(session.device_clock_mhz) : Json()},
       {"hardware_threads", cpu_facts().num_threads},
       {"l2_bytes_per_core", cpu_facts().l2_bytes_per_core},
       {"l3_bytes_total", cpu_facts().l3_bytes_total},

@@ -15,8 +15,10 @@ struct Session {
   std::string command;
   std::string commit;
   std::string version;
-  std::string date_utc;  ///< ISO 8601.
-  double clock_mhz = 0;  ///< As the system reports it at the start; 0: unknown.
+  std::string date_utc;         ///< ISO 8601.
+  std::string device;           ///< Name of the GPU; empty: the CPU.
+  double device_clock_mhz = 0;  ///< The highest of the GPU; 0: unknown.
+  double clock_mhz = 0;         ///< As the system reports it at the start; 0: unknown.
   double load_average = -1;
   MachineCeilings ceilings;
 };

@@ -15,6 +15,9 @@ struct RunSettings {
   int num_threads = 1;
   std::vector<std::string> implementations;  ///< Empty: the one that plan() prefers.
   bool quick = false;                        ///< The least number of samples.
+  Device gpu = {};                           ///< A GPU: cases run there; the default: on the CPU.
+  bool graph = false;  ///< On a GPU each run is the launch of a captured graph.
+  bool only_cold = false;
 };
 
 /// Order statistics of the sampled times.
@@ -41,8 +44,10 @@ struct Measurement {
   std::string implementation;
   CpuIsa isa = CpuIsa::kBaseline;
   int num_threads = 1;
-  bool cold =
-      false;  ///< Caches emptied before every run; otherwise the same inputs again and again.
+  std::string device = "cpu";
+  bool graph = false;
+  /// Caches emptied before every run; otherwise the same inputs again and again.
+  bool cold = false;
   Work work;
   Statistics time;
   Floor floor;
@@ -69,8 +74,10 @@ struct CaseOutcome {
 };
 
 /// Compares every implementation with the reference first; those that are right are then timed
-/// interleaved, warm and cold.
+/// interleaved, warm and cold. On a GPU a sample is the time between two events around a run, and
+/// runs are submitted ahead of the device; `limits` are those of the device, whose caches `facts`
+/// describes (null: this CPU).
 CaseOutcome run_case(const BenchCase& bench_case, const RunSettings& settings,
-                     const ThroughputLimits& limits);
+                     const ThroughputLimits& limits, const CpuFacts* facts = nullptr);
 
 }  // namespace fovea::bench

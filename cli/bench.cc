@@ -9,6 +9,7 @@
 
 #include "bench/case.h"
 #include "bench/machine.h"
+#include "bench/perf_suite.h"
 #include "bench/report.h"
 #include "bench/runner.h"
 #include "cli/output_file.h"
@@ -16,6 +17,7 @@
 #include "fovea/ceilings.h"
 #include "fovea/ceilings_file.h"
 #include "fovea/device.h"
+#include "fovea/device_info.h"
 #include "fovea/error.h"
 #include "fovea/implementation.h"
 
@@ -114,17 +116,66 @@ void check_implementations(const std::vector<std::string>& names) {
   }
 }
 
+Device device_of(const BenchOptions& options) {
+  try {
+    return parse_device(options.device, options.num_threads);
+  } catch (const Error& error) {
+    throw UsageError(error.what());
+  }
+}
+
+// The caches of the device, as floor_of() asks for them: the L2 of a GPU is one.
+CpuFacts cache_facts(const Device& device) {
+  if (device.kind == DeviceKind::kCpu) return cpu_facts();
+  const GpuInfo gpu = gpu_info(device);
+  return {gpu.name, 1, gpu.l2_bytes, 0};
+}
+
+// The rows of the suite whose section/name contains the text.
+std::vector<bench::PerfRow> select_rows(const BenchOptions& options) {
+  if (options.suite != "perf")
+    throw UsageError(fmt::format("bench: --suite '{}', expected perf", options.suite));
+  std::vector<bench::PerfRow> selected;
+  for (bench::PerfRow& row : bench::perf_rows()) {
+    if ((row.section + "/" + row.name).find(options.case_name) != std::string::npos)
+      selected.push_back(std::move(row));
+  }
+  if (selected.empty())
+    throw UsageError(fmt::format("bench: no row of the suite contains '{}'", options.case_name));
+  return selected;
+}
+
+int run_suite(const std::vector<bench::PerfRow>& rows, const BenchOptions& options,
+              const bench::Session& session, const bench::RunSettings& settings,
+              const std::string& device_name) {
+  std::vector<bench::PerfResult> results;
+  std::string section;
+  bool wrong = false;
+  fmt::print("{}", bench::perf_heading());
+  for (const bench::PerfRow& row : rows) {
+    if (row.section != section) fmt::print("{}\n", row.section);
+    section = row.section;
+    results.push_back(bench::run_perf_row(row, settings, session.ceilings.all_threads));
+    wrong = wrong || results.back().check.starts_with("WRONG");
+    fmt::print("  {}", bench::perf_line(results.back()));
+    std::fflush(stdout);
+  }
+  write_text(
+      options.json_path,
+      bench::perf_json(device_name, session.commit, session.date_utc, results).dump(2) + "\n");
+  return wrong ? kExitMismatch : kExitOk;
+}
+
 // Runs the cases one after the other and prints each as soon as it is done.
 bench::CaseOutcome run_cases(const std::vector<bench::BenchCase>& cases,
-                             const BenchOptions& options, const MachineCeilings& ceilings) {
+                             const bench::RunSettings& settings, const MachineCeilings& ceilings,
+                             const CpuFacts& facts) {
   bench::CaseOutcome all;
   fmt::print("{}", bench::table_heading());
   for (const bench::BenchCase& entry : cases) {
-    const bench::RunSettings settings{ceilings.all_threads.num_threads, options.implementations,
-                                      options.quick};
     const ThroughputLimits& limits =
         entry.num_threads == 1 ? ceilings.one_thread : ceilings.all_threads;
-    bench::CaseOutcome outcome = bench::run_case(entry, settings, limits);
+    bench::CaseOutcome outcome = bench::run_case(entry, settings, limits, &facts);
     for (const bench::Measurement& measurement : outcome.measurements)
       fmt::print("{}", bench::table_row(measurement));
     for (const bench::Rejection& rejection : outcome.rejections) {
@@ -144,23 +195,38 @@ bench::CaseOutcome run_cases(const std::vector<bench::BenchCase>& cases,
 }  // namespace
 
 int run_bench(const BenchOptions& options) {
-  const std::vector<bench::BenchCase> cases = select_cases(options);
+  const std::vector<bench::BenchCase> cases =
+      options.suite.empty() ? select_cases(options) : std::vector<bench::BenchCase>();
+  const std::vector<bench::PerfRow> rows =
+      options.suite.empty() ? std::vector<bench::PerfRow>() : select_rows(options);
   IsaLimit limit;
   if (!options.isa.empty() && !limit.apply(options.isa))
     throw UsageError(
         fmt::format("bench: --isa '{}', expected baseline, avx2, avx3 or avx512bf16", options.isa));
   check_implementations(options.implementations);
   check_writable(options.json_path);
-  const Device device = Device::cpu(options.num_threads);
-  warn_when_busy();
+  const Device device = device_of(options);
+  const bool on_gpu = device.kind == DeviceKind::kCuda;
+  if (options.graph && !on_gpu) throw UsageError("bench: --graph needs --device cuda:N");
+  const bench::RunSettings settings{device.num_threads, options.implementations,
+                                    options.quick,      on_gpu ? device : Device(),
+                                    options.graph,      false};
+  const CpuFacts facts = cache_facts(device);
+  if (!on_gpu) warn_when_busy();
   bench::Session session = bench::make_session(options.command);
+  if (on_gpu) {
+    const GpuInfo gpu = gpu_info(device);
+    session.device = gpu.name;
+    session.device_clock_mhz = gpu.clock_mhz;
+  }
   fmt::print("{}\n", bench::describe_session(session));
   session.ceilings = ceilings_for(device, options.ceilings);
   fmt::print("{}\n", bench::describe_ceilings(session.ceilings));
+  if (!options.suite.empty()) return run_suite(rows, options, session, settings, facts.model);
   bench::CaseOutcome outcome;
   const bool only_ceilings = options.ceilings && options.op.empty() && options.case_name.empty();
   if (!only_ceilings) {
-    outcome = run_cases(cases, options, session.ceilings);
+    outcome = run_cases(cases, settings, session.ceilings, facts);
     fmt::print(
         "\nshare: floor over median; min/tgt: fastest run over target (1 or less: reached; *: "
         "general target), see docs/bench.md\n");

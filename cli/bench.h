@@ -7,9 +7,12 @@ namespace fovea::cli {
 
 /// Options of `fovea bench`.
 struct BenchOptions {
-  std::string op;                            ///< Only this operator; empty: all.
-  std::string case_name;                     ///< Only cases whose name contains it; empty: all.
-  int num_threads = 0;                       ///< 0: every hardware thread.
+  std::string op;         ///< Only this operator; empty: all.
+  std::string case_name;  ///< Only cases whose name contains it; empty: all.
+  std::string device = "cpu";
+  bool graph = false;   ///< On a GPU: launches of a captured graph.
+  std::string suite;    ///< "perf": the rows of docs/bench.md instead of cases; empty: cases.
+  int num_threads = 0;  ///< 0: every hardware thread.
   std::vector<std::string> implementations;  ///< Compared, interleaved; empty: the preferred one.
   std::string isa;                           ///< Limits the instruction set; empty: the best.
   std::string json_path;                     ///< Also writes JSON there; empty: not.

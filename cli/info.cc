@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cli/verbs.h"
+#include "fovea/device_info.h"
 #include "fovea/device_memory.h"
 #include "fovea/dsa_backend.h"
 #include "fovea/error.h"
@@ -32,6 +33,21 @@ Json to_json(const OperatorInfo& op) {
   return Json::object({{"name", op.name}, {"room", op.room}, {"implementations", std::move(list)}});
 }
 
+Json gpu_json(const Device& device) {
+  const GpuInfo gpu = gpu_info(device);
+  const MemoryInfo memory = memory_info(device);
+  return Json::object({{"name", to_string(device)},
+                       {"model", gpu.name},
+                       {"compute", fmt::format("{}.{}", gpu.compute_major, gpu.compute_minor)},
+                       {"multiprocessors", gpu.num_sms},
+                       {"clock_mhz", gpu.clock_mhz},
+                       {"driver_cuda_version", gpu.driver_version},
+                       {"ptx_version", gpu.ptx_version},
+                       {"binary_version", gpu.binary_version},
+                       {"free_bytes", memory.free_bytes},
+                       {"total_bytes", memory.total_bytes}});
+}
+
 void print_json() {
   Json isas = Json::array();
   for (const CpuIsa isa : kIsas) {
@@ -42,34 +58,58 @@ void print_json() {
   Json models = Json::array();
   for (const std::string& name : replay_models()) models.push(name);
   const Device cpu = Device::cpu();
-  const Json result = Json::object(
-      {{"version", version()},
-       {"devices", Json::array({Json::object({{"name", to_string(cpu)},
-                                              {"threads", cpu.num_threads},
-                                              {"instruction_sets", std::move(isas)},
-                                              {"in_use", to_string(current_cpu_isa())}})})},
-       {"replay_models", std::move(models)},
-       {"operators", std::move(ops)}});
+  Json devices = Json::array({Json::object({{"name", to_string(cpu)},
+                                            {"threads", cpu.num_threads},
+                                            {"instruction_sets", std::move(isas)},
+                                            {"in_use", to_string(current_cpu_isa())}})});
+  for (int i = 0; i < cuda_device_count(); ++i) devices.push(gpu_json(Device::cuda(i)));
+  const Json result = Json::object({{"version", version()},
+                                    {"devices", std::move(devices)},
+                                    {"replay_models", std::move(models)},
+                                    {"operators", std::move(ops)}});
   fmt::print("{}\n", result.dump(2));
 }
 
-void print_text() {
+// Why there is none: what Device::cuda says.
+std::string missing_gpu_reason() {
+  try {
+    Device::cuda(0);
+    return "";
+  } catch (const Error& error) {
+    return error.what();
+  }
+}
+
+// ptx 80 with machine code of a later GPU says that the driver compiled the PTX.
+void print_gpu(const Device& device) {
+  const GpuInfo gpu = gpu_info(device);
+  const MemoryInfo memory = memory_info(device);
+  fmt::print(
+      "device {}: {}, compute capability {}.{}, {} multiprocessors, {} MHz, {:.1f} of {:.1f} GiB "
+      "free; kernels: ptx {}, machine code {}; driver for CUDA {}.{}\n",
+      to_string(device), gpu.name, gpu.compute_major, gpu.compute_minor, gpu.num_sms, gpu.clock_mhz,
+      static_cast<double>(memory.free_bytes) / (1 << 30),
+      static_cast<double>(memory.total_bytes) / (1 << 30), gpu.ptx_version, gpu.binary_version,
+      gpu.driver_version / 1000, gpu.driver_version % 1000 / 10);
+}
+
+void print_devices() {
   const Device cpu = Device::cpu();
   std::string isas;
   for (const CpuIsa isa : kIsas) {
     if (isa <= best_cpu_isa())
       isas += fmt::format("{}{}", isas.empty() ? "" : ", ", to_string(isa));
   }
-  fmt::print("fovea {}\n\ndevice {}: {} threads; instruction sets {}; in use {}\n\n", version(),
-             to_string(cpu), cpu.num_threads, isas, to_string(current_cpu_isa()));
-  for (int i = 0; i < cuda_device_count(); ++i) {
-    const Device gpu = Device::cuda(i);
-    const MemoryInfo memory = memory_info(gpu);
-    fmt::print("device {}: {:.1f} of {:.1f} GiB free\n\n", to_string(gpu),
-               static_cast<double>(memory.free_bytes) / (1 << 30),
-               static_cast<double>(memory.total_bytes) / (1 << 30));
-  }
-  fmt::print("replay models: {}\n\n", fmt::join(replay_models(), " "));
+  fmt::print("device {}: {} threads; instruction sets {}; in use {}\n", to_string(cpu),
+             cpu.num_threads, isas, to_string(current_cpu_isa()));
+  for (int i = 0; i < cuda_device_count(); ++i) print_gpu(Device::cuda(i));
+  if (cuda_device_count() == 0) fmt::print("no GPU: {}\n", missing_gpu_reason());
+}
+
+void print_text() {
+  fmt::print("fovea {}\n\n", version());
+  print_devices();
+  fmt::print("\nreplay models: {}\n\n", fmt::join(replay_models(), " "));
   fmt::print("{:<8} {:<18} implementations, best first\n", "room", "operator");
   for (const OperatorInfo& op : operators()) {
     std::string names;
@@ -226,6 +266,8 @@ int info(const InfoOptions& options) {
     explain(options.facts, options.json);
   } else if (options.markdown) {
     print_markdown();
+  } else if (options.devices && !options.json) {
+    print_devices();
   } else if (options.json) {
     print_json();
   } else {

@@ -38,7 +38,8 @@ struct CommandLine {
 };
 
 void add_settings(CLI::App* verb, RunSettings* settings) {
-  verb->add_option("--device", settings->device, "Where to run: cpu")->capture_default_str();
+  verb->add_option("--device", settings->device, "Where to run: cpu or cuda:N")
+      ->capture_default_str();
   verb->add_option("--threads", settings->threads, "Threads of the CPU; default: all")
       ->check(CLI::Range(1, 4096));
   verb->add_option("--impl", settings->implementation,
@@ -51,6 +52,7 @@ void add_info(CLI::App& app, InfoOptions* options) {
   CLI::Option* json = verb->add_flag("--json", options->json, "Print JSON");
   verb->add_flag("--markdown", options->markdown, "Print the support matrix as Markdown")
       ->excludes(json);
+  verb->add_flag("--devices", options->devices, "Only the devices, and which kernel code they run");
   CLI::Option* explain = verb->add_flag("--explain", options->explain,
                                         "What the DSA backend runs for the facts below, and why");
   ExplainOptions* facts = &options->facts;
@@ -111,6 +113,8 @@ void add_verify(CLI::App& app, VerifyOptions* options) {
       app.add_subcommand("verify", "Every implementation against the reference and golden files");
   verb->footer("Example: fovea verify sparse_mla\nExits with 1 when an implementation differs.");
   verb->add_option("operator", options->op, "Only this operator");
+  verb->add_option("--device", options->device,
+                   "Only this device: cpu or cuda:N; default: the CPU and every GPU");
   verb->add_option("--golden", options->golden, "Folder of golden files")
       ->check(CLI::ExistingDirectory);
   verb->add_option("--seed", options->seed, "Seed of the generated problems")
@@ -214,6 +218,12 @@ void add_bench(CLI::App& app, BenchOptions* options) {
       "Example: fovea bench topk_select --threads 1\nWhat the figures mean: docs/bench.md");
   verb->add_option("operator", options->op, "Only this operator");
   verb->add_option("--case", options->case_name, "Only cases whose name contains this");
+  verb->add_option("--device", options->device, "Where to run: cpu or cuda:N")
+      ->capture_default_str();
+  verb->add_flag("--graph", options->graph, "On a GPU: time launches of a captured graph");
+  verb->add_option("--suite", options->suite,
+                   "perf: the shapes that other kernels were measured on, beside their times")
+      ->check(CLI::IsMember({"perf"}));
   verb->add_option("--threads", options->num_threads, "Threads of the CPU; default: all")
       ->check(CLI::Range(1, 4096));
   verb->add_option("--impl", options->implementations,

@@ -74,7 +74,12 @@ std::string list(const std::set<std::string>& names) {
 
 OperatorCall::OperatorCall(std::string op, const TensorMap& inputs, const Json& params,
                            const Device& device, const Options& options)
-    : op_(std::move(op)), inputs_(inputs), params_(params), device_(device), options_(options) {
+    : op_(std::move(op)),
+      inputs_(inputs),
+      params_(params),
+      device_(device),
+      options_(options),
+      there_(device) {
   if (params_.kind() != Json::Kind::kObject) {
     refuse("params is of type " + std::string(to_string(params_.kind())) +
            ", expected a JSON object");
@@ -113,7 +118,7 @@ void OperatorCall::match(const std::string& name, const ConstTensorView& tensor,
   }
 }
 
-ConstTensorView OperatorCall::in(const std::string& name, const std::string& declaration) {
+ConstTensorView OperatorCall::expect(const std::string& name, const std::string& declaration) {
   known_tensors_.insert(name);
   const ConstTensorView tensor = inputs_.find(name);
   if (!tensor.defined()) refuse("the tensor " + name + " is missing, expected " + declaration);
@@ -121,11 +126,15 @@ ConstTensorView OperatorCall::in(const std::string& name, const std::string& dec
   return tensor;
 }
 
+ConstTensorView OperatorCall::in(const std::string& name, const std::string& declaration) {
+  return there_.input(expect(name, declaration));
+}
+
 ConstTensorView OperatorCall::opt(const std::string& name, const std::string& declaration) {
   known_tensors_.insert(name);
   const ConstTensorView tensor = inputs_.find(name);
   if (tensor.defined()) match(name, tensor, declaration);
-  return tensor;
+  return there_.input(tensor);
 }
 
 TensorView OperatorCall::out(const std::string& name, const std::string& declaration) {
@@ -148,11 +157,11 @@ TensorView OperatorCall::out(const std::string& name, const std::string& declara
                     ", this machine has " + std::to_string(memory_bytes));
   }
   output_bytes_ += bytes;
-  return outputs_.add(name, dtype, shape);
+  return there_.output(outputs_.add(name, dtype, shape));
 }
 
 TensorView OperatorCall::update(const std::string& name, const std::string& declaration) {
-  return outputs_.add_copy(name, in(name, declaration));
+  return there_.output(outputs_.add_copy(name, expect(name, declaration)));
 }
 
 void OperatorCall::plan_host_function() {

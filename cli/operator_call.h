@@ -11,6 +11,8 @@
 #include <vector>
 
 #include "fovea/device.h"
+#include "fovea/device_memory.h"
+#include "fovea/device_tensors.h"
 #include "fovea/implementation.h"
 #include "fovea/json.h"
 #include "fovea/safetensors.h"
@@ -30,6 +32,9 @@ inline constexpr char kHostFunction[] = "host";
 ///   tensors.lse = call.out("lse", "f32 [T, H]");
 ///   call.run(plan, tensors);
 ///
+/// On a GPU the views that in(), opt(), out() and update() return are of its memory: what a binding
+/// reads itself comes from values(). run() brings the outputs back.
+///
 /// A declaration is "<type>[|<type>...] [<axis>, ...]". An axis is a number, a name, a name plus a
 /// number (R+1), or `?` for any extent. The first tensor that names an axis fixes its extent, the
 /// others must agree. Everything is refused by Error(kInvalidArgument) naming operator, tensor or
@@ -43,6 +48,10 @@ class OperatorCall {
   ConstTensorView in(const std::string& name, const std::string& declaration);
   /// An undefined view when absent.
   ConstTensorView opt(const std::string& name, const std::string& declaration);
+  /// The elements of an i32 input on the host.
+  const int32_t* values(const std::string& name) const {
+    return static_cast<const int32_t*>(inputs_.find(name).data);
+  }
   /// A zero-filled output; every axis must be known.
   TensorView out(const std::string& name, const std::string& declaration);
   /// An output that starts as a copy of the input of the same name.
@@ -103,12 +112,14 @@ class OperatorCall {
   void out_list(const std::string& name, std::span<const int32_t> values);
 
   template <class Op>
-  void run(const Op& plan, const typename Op::Tensors& tensors) const {
-    HostBuffer workspace(plan.workspace_bytes());
+  void run(const Op& plan, const typename Op::Tensors& tensors) {
+    DeviceBuffer workspace(device_, plan.workspace_bytes());
     plan.run(tensors, workspace.workspace());
+    there_.fetch();
   }
 
   const std::string& op() const { return op_; }
+  const Device& device() const { return device_; }
   const ImplementationChoice& implementation() const { return choice_; }
   const std::vector<std::string>& notes() const { return notes_; }
   TensorMap take_outputs() { return std::move(outputs_); }
@@ -119,6 +130,8 @@ class OperatorCall {
     std::string source;
   };
 
+  /// The required host tensor.
+  ConstTensorView expect(const std::string& name, const std::string& declaration);
   const Json* param(const std::string& name, bool required);
   std::optional<size_t> find_word(const std::string& name,
                                   const std::vector<std::string_view>& words,
@@ -133,6 +146,7 @@ class OperatorCall {
   Device device_;
   Options options_;
   TensorMap outputs_;
+  DeviceTensors there_;
   int64_t output_bytes_ = 0;
   std::map<std::string, Axis> axes_;
   std::set<std::string> known_tensors_;

@@ -46,13 +46,14 @@ void print_result(const RunOptions& options, const OperatorCall& call, const Ten
     }
     const Json result = Json::object({{"operator", options.op},
                                       {"implementation", call.implementation().name},
+                                      {"device", to_string(call.device())},
                                       {"output", options.output_path},
                                       {"tensors", std::move(shapes)}});
     fmt::print("{}\n", result.dump(2));
     return;
   }
-  fmt::print("{}: implementation {}, written to {}\n", options.op, call.implementation().name,
-             options.output_path);
+  fmt::print("{}: implementation {} on {}, written to {}\n", options.op, call.implementation().name,
+             to_string(call.device()), options.output_path);
   for (const std::string& name : outputs.names()) {
     fmt::print("  {:<16} {}\n", name, to_string(outputs.find(name)));
   }

@@ -13,10 +13,6 @@
 namespace fovea::cli {
 namespace {
 
-const int32_t* values(const ConstTensorView& tensor) {
-  return static_cast<const int32_t*>(tensor.data);
-}
-
 bool is_extend(ForwardMode mode) {
   return mode == ForwardMode::kExtend || mode == ForwardMode::kMixed;
 }
@@ -68,7 +64,7 @@ void set_row_axes(OperatorCall& call, const MetadataProblem& problem, MetadataTe
   } else if (reads_ext_len(problem.mode)) {
     rows = 0;
     for (int64_t r = 0; r < requests; ++r) {
-      rows += std::max<int64_t>(values(tensors.ext_len)[r], 0);
+      rows += std::max<int64_t>(call.values("ext_len")[r], 0);
     }
   }
   call.set_extent("E", rows, "the number of rows");
@@ -86,7 +82,7 @@ void set_page_axis(OperatorCall& call, const MetadataProblem& problem,
                    const MetadataTensors& tensors) {
   int64_t longest = 0;
   for (int64_t r = 0; r < call.extent("R"); ++r) {
-    int64_t len = values(tensors.seq_len)[r];
+    int64_t len = call.values("seq_len")[r];
     if (problem.mode == ForwardMode::kTargetVerify) len += problem.rows_per_request;
     len += tensors.kv_len_delta[0];
     longest = std::max(longest, std::min(len, problem.table_width));
@@ -210,11 +206,12 @@ void run_paged_schedule(OperatorCall& call) {
 }
 
 void run_context_split(OperatorCall& call) {
-  const auto lengths = [&](const ConstTensorView& tensor) {
-    return std::span<const int32_t>(values(tensor), static_cast<size_t>(call.extent("R")));
+  const auto lengths = [&](const char* name) {
+    call.in(name, "i32 [R]");
+    return std::span<const int32_t>(call.values(name), static_cast<size_t>(call.extent("R")));
   };
-  const auto seq_len = lengths(call.in("seq_len", "i32 [R]"));
-  const auto ext_len = lengths(call.in("ext_len", "i32 [R]"));
+  const auto seq_len = lengths("seq_len");
+  const auto ext_len = lengths("ext_len");
   const ConstTensorView prefix_len = call.opt("prefix_len", "i32 [R]");
   ContextSplitProblem problem;
   problem.scheme = call.choice<ContextScheme>(
@@ -227,9 +224,9 @@ void run_context_split(OperatorCall& call) {
   call.plan_host_function();
   const ContextSplit split = context_split(problem, seq_len, ext_len);
   for (size_t i = 0; prefix_len.defined() && i < seq_len.size(); ++i) {
-    if (values(prefix_len)[i] == seq_len[i] - ext_len[i]) continue;
+    if (call.values("prefix_len")[i] == seq_len[i] - ext_len[i]) continue;
     call.refuse("request " + std::to_string(i) +
-                ": prefix_len = " + std::to_string(values(prefix_len)[i]) +
+                ": prefix_len = " + std::to_string(call.values("prefix_len")[i]) +
                 ", expected seq_len - ext_len = " + std::to_string(seq_len[i] - ext_len[i]));
   }
   call.out_list("rank_rows", split.rank_rows);

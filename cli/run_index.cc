@@ -12,10 +12,6 @@
 namespace fovea::cli {
 namespace {
 
-const int32_t* values(const ConstTensorView& tensor) {
-  return static_cast<const int32_t*>(tensor.data);
-}
-
 IndexLayout bind_layout(OperatorCall& call) {
   return call.choice<IndexLayout>(
       "layout", {{"ragged", IndexLayout::kRagged}, {"paged", IndexLayout::kPaged}});
@@ -55,18 +51,18 @@ int64_t table_capacity(const OperatorCall& call, int64_t page_size) {
 }
 
 // The longest row: k_end - k_start within [0, S], or row_len of a row whose request exists.
-template <class Problem, class Tensors>
-int64_t longest_row(const OperatorCall& call, const Problem& problem, const Tensors& tensors) {
+template <class Problem>
+int64_t longest_row(const OperatorCall& call, const Problem& problem) {
   int64_t longest = 0;
   for (int64_t t = 0; t < problem.max_rows; ++t) {
     int64_t length = 0;
     if (problem.layout == IndexLayout::kRagged) {
       const int64_t keys = call.extent("S");
-      length = std::clamp<int64_t>(values(tensors.k_end)[t], 0, keys) -
-               std::clamp<int64_t>(values(tensors.k_start)[t], 0, keys);
+      length = std::clamp<int64_t>(call.values("k_end")[t], 0, keys) -
+               std::clamp<int64_t>(call.values("k_start")[t], 0, keys);
     } else {
-      const int64_t request = values(tensors.row_to_request)[t];
-      if (request >= 0 && request < call.extent("R")) length = values(tensors.row_len)[t];
+      const int64_t request = call.values("row_to_request")[t];
+      if (request >= 0 && request < call.extent("R")) length = call.values("row_len")[t];
     }
     longest = std::max(longest, length);
   }
@@ -146,7 +142,7 @@ void run_index_logits(OperatorCall& call) {
   } else {
     call.unused({"k_fp8", "k_scale", "k_start", "k_end"}, "in the paged layout");
   }
-  int64_t width = longest_row(call, problem, tensors);
+  int64_t width = longest_row(call, problem);
   if (problem.layout == IndexLayout::kPaged) {
     width = std::min(width, table_capacity(call, problem.page_size) + kColumnsPastTable);
   }
@@ -180,7 +176,7 @@ void run_index_select(OperatorCall& call) {
   call.unused({"k_fp8", "k_scale", "k_start", "k_end", "index_pool", "page_table", "token_table",
                "row_to_request", "row_len", "row_offset", "schedule"},
               "by this layout and transform");
-  problem.max_width = longest_row(call, problem, tensors);
+  problem.max_width = longest_row(call, problem);
   if (has_pages) {
     // Positions past the table score -inf and the first of them win, so that no selection reaches
     // beyond the larger of the table and topk.

@@ -60,6 +60,7 @@ struct ExplainOptions {
 struct InfoOptions {
   bool json = false;
   bool markdown = false;
+  bool devices = false;  ///< Only the devices.
   bool explain = false;
   ExplainOptions facts;
 };
@@ -105,6 +106,7 @@ int gen_trace(const GenTraceOptions& options);
 
 struct VerifyOptions {
   std::string op;      ///< Empty: every operator.
+  std::string device;  ///< Empty: the CPU and every GPU.
   std::string golden;  ///< Folder of golden files; empty: the installed ones.
   int64_t seed = 1;    ///< Of the generated problems.
   bool json = false;

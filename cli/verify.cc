@@ -21,11 +21,43 @@ struct Target {
   std::string implementation;
   CpuIsa isa = CpuIsa::kBaseline;  ///< Used by SIMD implementations only.
   std::string unavailable;         ///< Why it cannot run here; empty when it can.
+  Device device = Device::cpu(1);  ///< Of its kind even when it cannot run.
+
+  bool on_gpu() const { return device.kind == DeviceKind::kCuda; }
 };
 
 std::string isa_name(const Target& target) {
-  const bool any = target.implementation == "ref" || target.implementation == kHostFunction;
+  const bool any =
+      target.implementation == "ref" || target.implementation == kHostFunction || target.on_gpu();
   return any ? "any" : std::string(to_string(target.isa));
+}
+
+std::string device_name(const Target& target) {
+  return target.on_gpu() && !target.unavailable.empty() ? "cuda" : to_string(target.device);
+}
+
+// Where verify runs: everywhere, or on one device.
+struct Scope {
+  bool cpu = true;
+  std::vector<Device> gpus;
+  bool lists_missing_gpu = true;  ///< Entries of a GPU that is not there are reported as skipped.
+};
+
+Scope scope_of(const std::string& text) {
+  Scope scope;
+  if (text.empty()) {
+    for (int i = 0; i < cuda_device_count(); ++i) scope.gpus.push_back(Device::cuda(i));
+    return scope;
+  }
+  try {
+    const Device device = parse_device(text);
+    scope.cpu = device.kind == DeviceKind::kCpu;
+    scope.lists_missing_gpu = false;
+    if (!scope.cpu) scope.gpus.push_back(device);
+  } catch (const Error& error) {
+    throw UsageError(error.what());
+  }
+  return scope;
 }
 
 // One line of the table.
@@ -44,13 +76,17 @@ struct GoldenCase {
   TensorMap expected;
 };
 
-std::vector<Target> targets_of(const OperatorInfo& info, CpuIsa best) {
+std::vector<Target> targets_of(const OperatorInfo& info, CpuIsa best, const Scope& scope) {
   std::vector<Target> targets;
   for (const ImplementationInfo& entry : info.implementations) {
-    if (entry.available && entry.device != DeviceKind::kCpu) {
-      targets.push_back({entry.name, best, "runs on a GPU; verify has its tensors on the host"});
+    if (entry.device == DeviceKind::kCuda) {
+      for (const Device& gpu : scope.gpus) targets.push_back({entry.name, best, "", gpu});
+      if (scope.gpus.empty() && scope.lists_missing_gpu) {
+        targets.push_back({entry.name, best, entry.reason, {DeviceKind::kCuda, 0, 1}});
+      }
       continue;
     }
+    if (!scope.cpu) continue;
     if (!entry.available || entry.name != "cpu") {
       targets.push_back({entry.name, best, entry.reason});
       continue;
@@ -63,9 +99,8 @@ std::vector<Target> targets_of(const OperatorInfo& info, CpuIsa best) {
 }
 
 TensorMap run_case(const VerifyOperator& op, const VerifyCase& verify_case,
-                   const std::string& implementation, int threads) {
-  OperatorCall call(op.op, verify_case.inputs, verify_case.params, Device::cpu(threads),
-                    Options{implementation});
+                   const std::string& implementation, const Device& device) {
+  OperatorCall call(op.op, verify_case.inputs, verify_case.params, device, Options{implementation});
   find_binding(op.op).run(call);
   TensorMap outputs = call.take_outputs();
   if (op.normalise != nullptr) {
@@ -97,16 +132,22 @@ void compare_outputs(const VerifyOperator& op, const std::string& label, const T
   }
 }
 
-// Results with 1, 2 and 3 threads must be equal bit for bit.
-void compare_threads(const VerifyOperator& op, const VerifyCase& verify_case,
-                     const TensorMap& single, Row* row) {
-  for (const int threads : {2, 3}) {
-    const TensorMap outputs = run_case(op, verify_case, row->target.implementation, threads);
-    for (const std::string& name : single.names()) {
-      if (same_bytes(outputs.find(name), single.find(name))) continue;
-      row->mismatches.push_back(fmt::format("{}: {} depends on the number of threads (1, {})",
-                                            verify_case.name, name, threads));
+// Results with 1, 2 and 3 threads, or of two runs on a GPU, must be equal bit for bit.
+void compare_repeated(const VerifyOperator& op, const VerifyCase& verify_case,
+                      const TensorMap& first, Row* row) {
+  const auto again = [&](const Device& device, const std::string& what) {
+    const TensorMap outputs = run_case(op, verify_case, row->target.implementation, device);
+    for (const std::string& name : first.names()) {
+      if (same_bytes(outputs.find(name), first.find(name))) continue;
+      row->mismatches.push_back(fmt::format("{}: {} {}", verify_case.name, name, what));
     }
+  };
+  if (row->target.on_gpu()) {
+    again(row->target.device, "differs between two runs");
+    return;
+  }
+  for (const int threads : {2, 3}) {
+    again(Device::cpu(threads), fmt::format("depends on the number of threads (1, {})", threads));
   }
 }
 
@@ -160,15 +201,15 @@ Row verify_target(const VerifyOperator& op, const Target& target,
   limit_cpu_isa(target.isa);
   for (size_t i = 0; i < cases.size(); ++i) {
     guarded(cases[i].name, &row, [&] {
-      const TensorMap outputs = run_case(op, cases[i], target.implementation, 1);
+      const TensorMap outputs = run_case(op, cases[i], target.implementation, target.device);
       compare_outputs(op, cases[i].name, outputs, references[i], &row);
-      compare_threads(op, cases[i], outputs, &row);
+      compare_repeated(op, cases[i], outputs, &row);
     });
     ++row.generated;
   }
   for (GoldenCase& entry : golden) {
     guarded(entry.inputs.name, &row, [&] {
-      const TensorMap outputs = run_case(op, entry.inputs, target.implementation, 1);
+      const TensorMap outputs = run_case(op, entry.inputs, target.implementation, target.device);
       if (op.normalise != nullptr) {
         op.normalise(entry.inputs.inputs, entry.inputs.params, entry.expected);
       }
@@ -183,22 +224,24 @@ Row verify_target(const VerifyOperator& op, const Target& target,
 }
 
 std::vector<Row> verify_operator(const VerifyOperator& op, const VerifyOptions& options,
-                                 const std::string& golden_folder, CpuIsa best) {
+                                 const Scope& scope, const std::string& golden_folder,
+                                 CpuIsa best) {
   const std::vector<VerifyCase> cases = op.make_cases(static_cast<uint64_t>(options.seed));
   std::vector<TensorMap> references;
   references.reserve(cases.size());
   for (const VerifyCase& verify_case : cases) {
-    references.push_back(op.reference != nullptr ? op.reference(verify_case)
-                                                 : run_case(op, verify_case, "ref", 1));
+    references.push_back(op.reference != nullptr
+                             ? op.reference(verify_case)
+                             : run_case(op, verify_case, "ref", Device::cpu(1)));
   }
   std::vector<GoldenCase> golden = read_golden(golden_folder, op.op);
   std::vector<Row> rows;
-  if (op.reference != nullptr) {
+  if (op.reference != nullptr && scope.cpu) {
     rows.push_back(verify_target(op, {kHostFunction, best, ""}, cases, references, golden));
   }
   for (const OperatorInfo& info : operators()) {
     if (info.name != op.op) continue;
-    for (const Target& target : targets_of(info, best)) {
+    for (const Target& target : targets_of(info, best, scope)) {
       rows.push_back(verify_target(op, target, cases, references, golden));
     }
   }
@@ -213,6 +256,7 @@ void print_json(const std::vector<Row>& rows, bool ok) {
     for (const std::string& text : row.mismatches) mismatches.push(text);
     Json item = Json::object({{"operator", row.op},
                               {"implementation", row.target.implementation},
+                              {"device", device_name(row.target)},
                               {"instruction_set", isa_name(row.target)},
                               {"available", row.target.unavailable.empty()},
                               {"generated", row.generated},
@@ -227,17 +271,19 @@ void print_json(const std::vector<Row>& rows, bool ok) {
 }
 
 void print_table(const std::vector<Row>& rows) {
-  fmt::print("{:<18} {:<15} {:<16} {:>9} {:>7} {:>8} {:>10}  result\n", "operator",
-             "implementation", "instruction set", "generated", "golden", "refused", "worst rms");
+  fmt::print("{:<18} {:<15} {:<7} {:<16} {:>9} {:>7} {:>8} {:>10}  result\n", "operator",
+             "implementation", "device", "instruction set", "generated", "golden", "refused",
+             "worst rms");
   for (const Row& row : rows) {
     if (!row.target.unavailable.empty()) {
-      fmt::print("{:<18} {:<15} skipped: {}\n", row.op, row.target.implementation,
-                 row.target.unavailable);
+      fmt::print("{:<18} {:<15} {:<7} skipped: {}\n", row.op, row.target.implementation,
+                 device_name(row.target), row.target.unavailable);
       continue;
     }
-    fmt::print("{:<18} {:<15} {:<16} {:>9} {:>7} {:>8} {:>10.2g}  {}\n", row.op,
-               row.target.implementation, isa_name(row.target), row.generated, row.golden,
-               row.refused, row.worst_rms, row.mismatches.empty() ? "ok" : "MISMATCH");
+    fmt::print("{:<18} {:<15} {:<7} {:<16} {:>9} {:>7} {:>8} {:>10.2g}  {}\n", row.op,
+               row.target.implementation, device_name(row.target), isa_name(row.target),
+               row.generated, row.golden, row.refused, row.worst_rms,
+               row.mismatches.empty() ? "ok" : "MISMATCH");
     for (const std::string& text : row.mismatches) fmt::print("    {}\n", text);
   }
 }
@@ -254,6 +300,7 @@ std::string installed_golden_folder() {
 
 int verify(const VerifyOptions& options) {
   if (!options.op.empty()) find_binding(options.op);
+  const Scope scope = scope_of(options.device);
   const std::string golden_folder =
       options.golden.empty() ? installed_golden_folder() : options.golden;
   if (golden_folder.empty()) fmt::print(stderr, "fovea: no golden files are installed\n");
@@ -261,7 +308,7 @@ int verify(const VerifyOptions& options) {
   std::vector<Row> rows;
   for (const VerifyOperator& op : verify_operators()) {
     if (!options.op.empty() && op.op != options.op) continue;
-    for (Row& row : verify_operator(op, options, golden_folder, best)) {
+    for (Row& row : verify_operator(op, options, scope, golden_folder, best)) {
       rows.push_back(std::move(row));
     }
   }

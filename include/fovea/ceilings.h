@@ -6,6 +6,7 @@
 #include <string>
 
 #include "fovea/device.h"
+#include "fovea/device_memory.h"
 #include "fovea/export.h"
 
 /// What this machine can reach at best: the measured limits against which operators are judged.
@@ -43,7 +44,9 @@ struct ThroughputLimits {
 };
 
 /// The limits of a machine. They are valid for one CPU model, instruction set, number of threads
-/// and library version: that is the key under which they are kept.
+/// and library version: that is the key under which they are kept. Those of a GPU stand under its
+/// name, kBaseline and one thread, both sets being the same: bf16_dot is then the rate of mma.sync
+/// (what kernels for every GPU can reach), l2_read that of half its L2, and there is no L3.
 struct MachineCeilings {
   std::string cpu;
   CpuIsa isa = CpuIsa::kBaseline;  ///< current_cpu_isa() of the measurement.
@@ -54,24 +57,26 @@ struct MachineCeilings {
 
 /// Measures the limits for `device.num_threads` threads and for one. Every limit is the best of
 /// repeated samples over `budget_per_limit`; the whole takes about 20 budgets and up to 1 GiB of
-/// memory. Other load on the machine lowers the result: measure on an idle one. Throws
-/// Error(kUnsupported) for a device that is not a CPU and Error(kOutOfMemory).
+/// memory. Other load on the machine lowers the result: measure on an idle one. A GPU is measured
+/// with events around kernels of the library. Throws Error(kOutOfMemory) and Error(kDevice).
 FOVEA_API MachineCeilings
 measure_ceilings(const Device& device,
                  std::chrono::milliseconds budget_per_limit = std::chrono::milliseconds(150));
 
-/// Empties the caches between two runs of a measurement, by writing memory of twice their size with
-/// `device.num_threads` threads. Not thread-safe.
+/// Empties the caches between two runs of a measurement, by writing memory of twice their size, on
+/// a CPU with `device.num_threads` threads. Not thread-safe.
 class FOVEA_API CacheFlusher {
  public:
   /// Throws Error(kOutOfMemory).
   explicit CacheFlusher(const Device& device);
-  void flush();
+  /// On a GPU in the order of `stream`.
+  void flush(Stream stream = {});
 
  private:
-  int num_threads_;
+  Device device_;
   uint64_t num_flushes_ = 0;
-  HostBuffer memory_;
+  HostBuffer memory_;           // CPU
+  DeviceBuffer device_memory_;  // GPU
 };
 
 /// The time in ms below which no implementation can stay: the larger of flops over the better

@@ -5,9 +5,13 @@
 #include <numeric>
 #include <vector>
 
+#include "fovea/device_info.h"
+#include "fovea/stream.h"
 #include "fovea/version.h"
 #include "src/core/ceilings_kernels.h"
 #include "src/core/check.h"
+#include "src/core/cuda_probe.h"
+#include "src/core/cuda_runtime.h"
 #include "src/core/parallel.h"
 
 namespace fovea {
@@ -130,11 +134,8 @@ double measure_copy(LargeBuffer* buffer, int num_threads, std::chrono::milliseco
          });
 }
 
-// Visits every row of the pool once, in one pseudo-random order that repeats: a row comes back only
-// after the whole pool has passed through the caches. The best of several prefetch distances.
-double measure_gather(LargeBuffer* buffer, int64_t row_bytes, int num_threads,
-                      std::chrono::milliseconds budget) {
-  const int64_t num_rows = buffer->bytes() / row_bytes;
+// The rows 0 .. num_rows - 1 in one pseudo-random order.
+std::vector<int32_t> shuffled_rows(int64_t num_rows) {
   std::vector<int32_t> rows(static_cast<size_t>(num_rows));
   std::iota(rows.begin(), rows.end(), 0);
   uint64_t state = 0x9E3779B97F4A7C15u;
@@ -142,6 +143,15 @@ double measure_gather(LargeBuffer* buffer, int64_t row_bytes, int num_threads,
     state = state * 6364136223846793005u + 1442695040888963407u;
     std::swap(rows[i], rows[(state >> 33) % (i + 1)]);
   }
+  return rows;
+}
+
+// Visits every row of the pool once, in an order that repeats: a row comes back only after the
+// whole pool has passed through the caches. The best of several prefetch distances.
+double measure_gather(LargeBuffer* buffer, int64_t row_bytes, int num_threads,
+                      std::chrono::milliseconds budget) {
+  const int64_t num_rows = buffer->bytes() / row_bytes;
+  const std::vector<int32_t> rows = shuffled_rows(num_rows);
   double best = 0;
   constexpr int64_t kDistances[] = {0, 1, 2, 4};
   for (const int64_t rows_ahead : kDistances) {
@@ -181,12 +191,77 @@ ThroughputLimits measure_limits(int num_threads, LargeBuffer* buffer,
   return limits;
 }
 
+namespace cuda = internal::cuda;
+
+/// Best rate of `submit` in 1e9 units per second, by events around each sample.
+double best_gpu_rate(const Device& device, Stream stream, std::chrono::milliseconds budget,
+                     internal::FunctionRef<double()> submit) {
+  submit();
+  Event begin(device), end(device);
+  double best = 0;
+  const Clock::time_point start = Clock::now();
+  for (int sample = 0; sample < 3 || Clock::now() - start < budget; ++sample) {
+    begin.record(stream);
+    const double units = submit();
+    end.record(stream);
+    best = std::max(best, 1e-6 * units / std::max(Event::elapsed_ms(begin, end), 1e-6));
+  }
+  return best;
+}
+
+ThroughputLimits measure_gpu_limits(const Device& device, std::chrono::milliseconds budget) {
+  const GpuInfo gpu = gpu_info(device);
+  const cuda::DeviceScope scope(device.ordinal);
+  const OwnedStream stream(device);
+  // Far beyond the L2, and so long that the launch does not show.
+  const auto free_bytes = static_cast<int64_t>(memory_info(device).free_bytes);
+  const int64_t bytes = round_to_granule(std::min(int64_t{1} << 30, free_bytes / 4));
+  DeviceBuffer first(device, static_cast<size_t>(bytes), stream);
+  DeviceBuffer second(device, static_cast<size_t>(bytes), stream);
+  DeviceBuffer sink_memory(device, 256, stream);
+  fill_bytes(first.data(), device, 1, first.bytes(), stream);
+  fill_bytes(second.data(), device, 1, second.bytes(), stream);
+  auto* const sink = static_cast<float*>(sink_memory.data());
+  const auto rate = [&](internal::FunctionRef<double()> submit) {
+    return best_gpu_rate(device, stream, budget, submit);
+  };
+  ThroughputLimits limits;
+  limits.fp32_fma_gflops = rate([&] { return cuda::submit_fma_chains(gpu.num_sms, sink, stream); });
+  limits.bf16_dot_gflops = rate([&] { return cuda::submit_mma_chains(gpu.num_sms, sink, stream); });
+  const int64_t half_l2 = round_to_granule(std::max<int64_t>(gpu.l2_bytes, 1 << 20) / 2);
+  const int passes = static_cast<int>((int64_t{1} << 30) / half_l2);
+  limits.l2_read_gb_per_s = rate([&] {
+    return cuda::submit_read(gpu.num_sms, first.data(), std::min(half_l2, bytes), passes, sink,
+                             stream);
+  });
+  limits.dram_read_gb_per_s =
+      rate([&] { return cuda::submit_read(gpu.num_sms, first.data(), bytes, 1, sink, stream); });
+  limits.copy_gb_per_s = rate(
+      [&] { return cuda::submit_copy(gpu.num_sms, first.data(), second.data(), bytes, stream); });
+  const auto gather = [&](int64_t row_bytes) {
+    const std::vector<int32_t> rows = shuffled_rows(bytes / row_bytes);
+    copy_bytes(second.data(), device, rows.data(), Device::cpu(1), rows.size() * sizeof(int32_t),
+               stream);
+    const double best = rate([&] {
+      return cuda::submit_gather(gpu.num_sms, first.data(), row_bytes,
+                                 static_cast<const int32_t*>(second.data()),
+                                 static_cast<int64_t>(rows.size()), sink, stream);
+    });
+    synchronize(device, stream);
+    return best;
+  };
+  limits.gather_1152_gb_per_s = gather(1152);
+  limits.gather_656_gb_per_s = gather(656);
+  return limits;
+}
+
 }  // namespace
 
 MachineCeilings measure_ceilings(const Device& device, std::chrono::milliseconds budget_per_limit) {
-  if (device.kind != DeviceKind::kCpu)
-    internal::unsupported("measure_ceilings",
-                          "device = " + to_string(device) + ", only the CPU is measured");
+  if (device.kind == DeviceKind::kCuda) {
+    const ThroughputLimits limits = measure_gpu_limits(device, budget_per_limit);
+    return {gpu_info(device).name, CpuIsa::kBaseline, std::string(version()), limits, limits};
+  }
   internal::check_range("measure_ceilings", "device.num_threads", device.num_threads, 1, 1 << 16);
   const CpuFacts& cpu = cpu_facts();
   MachineCeilings result;
@@ -202,18 +277,28 @@ MachineCeilings measure_ceilings(const Device& device, std::chrono::milliseconds
   return result;
 }
 
-CacheFlusher::CacheFlusher(const Device& device)
-    : num_threads_(device.num_threads),
-      memory_(static_cast<size_t>(
-          std::clamp(2 * cpu_facts().l3_bytes_total, int64_t{64} << 20, int64_t{1} << 30))) {
+CacheFlusher::CacheFlusher(const Device& device) : device_(device) {
+  if (device.kind == DeviceKind::kCuda) {
+    constexpr size_t kFlushBytes = size_t{256} << 20;  // the figures of docs/bench.md
+    const auto l2_bytes = static_cast<size_t>(gpu_info(device).l2_bytes);
+    device_memory_.reserve(device, std::max(kFlushBytes, 2 * l2_bytes));
+    synchronize(device);  // the memory is of the default stream
+  } else {
+    memory_.reserve(static_cast<size_t>(
+        std::clamp(2 * cpu_facts().l3_bytes_total, int64_t{64} << 20, int64_t{1} << 30)));
+  }
   flush();
 }
 
-void CacheFlusher::flush() {
+void CacheFlusher::flush(Stream stream) {
   // Written, not only read: a read of untouched memory may come from one shared page of zeros.
   const auto value = static_cast<uint8_t>(++num_flushes_);
+  if (device_.kind == DeviceKind::kCuda) {
+    fill_bytes(device_memory_.data(), device_, value, device_memory_.bytes(), stream);
+    return;
+  }
   auto* data = static_cast<uint8_t*>(memory_.data());
-  const internal::ThreadScope scope(num_threads_);
+  const internal::ThreadScope scope(device_.num_threads);
   internal::ParallelFor(
       static_cast<int64_t>(memory_.bytes()), int64_t{1} << 20,
       [&](int64_t begin, int64_t end, int) { std::fill(data + begin, data + end, value); });

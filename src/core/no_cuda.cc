@@ -1,6 +1,7 @@
 #include "src/core/cuda_runtime.h"
 
 #include "src/core/check.h"
+#include "src/core/cuda_probe.h"
 
 // The build without CUDA. Nobody reaches the device functions: Device::cuda refuses first.
 namespace fovea::internal::cuda {
@@ -43,5 +44,14 @@ void destroy_graph(void*) noexcept {}
 void launch_graph(void*, Stream) { refuse(); }
 bool register_host(void*, size_t) { return false; }
 void unregister_host(void*) noexcept {}
+
+CodeFacts code_facts(int) { refuse(); }
+double submit_fma_chains(int, float*, Stream) { refuse(); }
+double submit_mma_chains(int, float*, Stream) { refuse(); }
+double submit_read(int, const void*, int64_t, int, float*, Stream) { refuse(); }
+double submit_copy(int, const void*, void*, int64_t, Stream) { refuse(); }
+double submit_gather(int, const void*, int64_t, const int32_t*, int64_t, float*, Stream) {
+  refuse();
+}
 
 }  // namespace fovea::internal::cuda

@@ -7,6 +7,7 @@
 #include <string>
 #include <system_error>
 
+#include "fovea/device_info.h"
 #include "fovea/error.h"
 #include "fovea/json.h"
 #include "fovea/version.h"
@@ -121,14 +122,15 @@ std::string ceilings_path() {
 
 std::optional<MachineCeilings> load_ceilings(const Device& device) {
   const std::string path = ceilings_path();
-  if (path.empty() || device.kind != DeviceKind::kCpu) return std::nullopt;
-  const CpuIsa isa = current_cpu_isa();
+  if (path.empty()) return std::nullopt;
+  const bool on_gpu = device.kind == DeviceKind::kCuda;
+  const std::string name = on_gpu ? gpu_info(device).name : cpu_facts().model;
+  const CpuIsa isa = on_gpu ? CpuIsa::kBaseline : current_cpu_isa();
   const std::string library(version());
   try {
     for (const Json& entry : read_entries(path)) {
-      if (!has_key(entry, cpu_facts().model, isa, device.num_threads, library)) continue;
-      return MachineCeilings{cpu_facts().model, isa, library,
-                             limits_from_json(member(entry, "all_threads")),
+      if (!has_key(entry, name, isa, device.num_threads, library)) continue;
+      return MachineCeilings{name, isa, library, limits_from_json(member(entry, "all_threads")),
                              limits_from_json(member(entry, "one_thread"))};
     }
   } catch (const Error& error) {

@@ -49,7 +49,7 @@ struct FakeInputs : CaseInputs {
         options.implementation.empty() ? std::string("right") : options.implementation;
     if (name != "right" && name != "also_right" && name != "wrong")
       throw Error(ErrorCode::kUnsupported, "fake: " + name + " refuses");
-    return {name, [this, name] { journal->push_back(name); },
+    return {name, [this, name](Stream) { journal->push_back(name); },
             [name] { return name == "wrong" ? std::string("all of it") : std::string(); }};
   }
   std::vector<std::string>* journal;
@@ -299,7 +299,7 @@ TEST(FullBenchCases, AreRightAndCounted) {
     const std::unique_ptr<CaseInputs> inputs = entry.make();
     const PreparedRun prepared = inputs->prepare(Device::cpu(2), {});
     EXPECT_NE(prepared.mismatch(), "");  // nothing has been written yet
-    prepared.run();
+    prepared.run({});
     EXPECT_EQ(prepared.mismatch(), "");
     EXPECT_GT(inputs->work().bytes_read, 0);
     EXPECT_GT(inputs->work().bytes_written, 0);

@@ -19,6 +19,29 @@ class BenchTest(CommandLineTest):
         for threads in ("0", "-1"):
             self.expect(self.bench("--threads", threads), 2, "--threads")
 
+    def test_devices_must_exist(self):
+        self.expect(self.bench("--device", "tpu"), 2, "tpu")
+        self.expect(self.bench("--device", "cuda:99"), 2, "cuda:99")
+        self.expect(self.bench("--graph"), 2, "--graph")
+        self.expect(self.bench("--suite", "speed"), 2, "speed")
+        self.expect(self.bench("--suite", "perf", "--case", "no such row"), 2, "no such row")
+
+    def test_rows_of_the_suite(self):
+        """On the CPU a row costs what it costs; the smallest one shows the form."""
+        out = self.folder / "perf.json"
+        self.expect(self.bench("--suite", "perf", "--case", "fp32 rows/1 x 16K", "--quick", "--json", out), 0, "1 x 16K", "ok")
+        result = json.loads(out.read_text())
+        self.assertEqual(list(result), ["device", "commit", "date", "rows"])
+        (row,) = result["rows"]
+        self.assertEqual(
+            list(row),
+            "name section value unit target peer ratio_to_peer floor floor_share met check".split(),
+        )
+        self.assertEqual((row["target"], row["peer"], row["unit"], row["check"]), (9, 16.6, "us", "ok"))
+        self.assertAlmostEqual(row["ratio_to_peer"], 16.6 / row["value"])
+        self.expect(self.bench("--suite", "perf", "--case", "V4 rows", "--json", out), 0, "not in this build")
+        self.assertTrue(all(row["value"] is None and not row["met"] for row in json.loads(out.read_text())["rows"]))
+
     def test_unwritable_results_are_found_before_the_run(self):
         self.expect(self.bench("--json", "no/such/folder/out.json"), 3, "no/such/folder/out.json")
 

@@ -24,6 +24,25 @@ class VerifyTest(CommandLineTest):
             self.assertEqual(row["available"], row["generated"] > 0, row)
             self.assertEqual(row["available"], row["golden"] > 0, row)
 
+    def test_without_a_gpu_its_entries_are_skipped_with_the_reason(self):
+        if "device cuda:0" in self.fovea("info", "--devices").stdout:
+            self.skipTest("this machine has a GPU")
+        result = self.fovea("verify", "merge_lse", "--json")
+        self.expect(result, 0)
+        rows = [row for row in json.loads(result.stdout)["results"] if row["implementation"].startswith("cuda")]
+        self.assertTrue(rows)
+        for row in rows:
+            self.assertEqual((row["available"], row["generated"], row["golden"]), (False, 0, 0))
+            self.assertTrue(row["reason"])
+        self.expect(self.fovea("verify", "merge_lse"), 0, "cuda_portable", "skipped: ")
+        self.expect(self.fovea("verify", "--device", "cuda:0"), 2, "cuda:0")
+
+    def test_one_device_alone(self):
+        result = self.fovea("verify", "merge_lse", "--device", "cpu")
+        self.expect(result, 0, "merge_lse", "ok")
+        self.assertNotIn("cuda", result.stdout)
+        self.expect(self.fovea("verify", "--device", "tpu"), 2, "tpu")
+
     def test_every_registered_operator_runs_from_files(self):
         """Store and gather of the index cache are parts of a step, stages parts of a prefill; context_split is a host function."""
         registered = {op["name"] for op in json.loads(self.fovea("info", "--json").stdout)["operators"]}
