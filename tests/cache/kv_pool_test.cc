@@ -70,6 +70,37 @@ TEST(KvPool, ASizeThatDoesNotFitIsAnErrorThatNamesBytes) {
   }
 }
 
+// On a GPU: the default source of memory, asked for more than there is.
+class KvPoolOnDevice : public testing::TestWithParam<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Devices, KvPoolOnDevice, testing::Values("cpu", "cuda:0"),
+                         [](const auto& param_info) {
+                           return std::string(param_info.param) == "cpu" ? "cpu" : "cuda";
+                         });
+
+TEST_P(KvPoolOnDevice, TooManyPagesAreRefusedAndNothingIsLost) {
+  if (std::string(GetParam()) != "cpu" && cuda_device_count() == 0) {
+    GTEST_SKIP() << "this machine has no usable GPU";
+  }
+  const Device device = parse_device(GetParam(), 1);
+  const MemoryInfo before = memory_info(device);
+  const KvPoolConfig config{RowFormat::kV32, 576, 61, int64_t{1} << 34, 64};
+  for (int attempt = 0; attempt < 3; ++attempt) {
+    try {
+      KvPool(config, device);
+      ADD_FAILURE() << "40 PiB were given";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kOutOfMemory);
+      EXPECT_THAT(error.what(), testing::HasSubstr(" bytes"));
+      if (device.kind == DeviceKind::kCuda) {
+        EXPECT_THAT(error.what(), testing::HasSubstr(" free"));
+      }
+    }
+  }
+  EXPECT_GE(memory_info(device).free_bytes, before.free_bytes);
+  KvPool small({RowFormat::kV32, 576, 2, 4, 64}, device);
+  EXPECT_NE(small.layer(1).data, nullptr);
+}
+
 TEST(KvPool, RefusesWhatItsTableDoesNotList) {
   const Device cpu = Device::cpu(1);
   EXPECT_THROW(KvPool({RowFormat::kV32, 576, 0, 4, 64}, cpu), Error);

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "fovea/device_tensors.h"
 #include "fovea/error.h"
 #include "fovea/stream.h"
 #include "src/core/cuda_runtime.h"
@@ -94,9 +95,10 @@ TEST_P(DeviceTest, OutOfMemoryNamesTheBytesAndLosesNothing) {
 class CountingResource : public MemoryResource {
  public:
   void* allocate(size_t bytes, Stream) noexcept override {
+    if (refuse) return nullptr;
     ++allocations;
     held += static_cast<int64_t>(bytes);
-    return refuse ? nullptr : memory + 64 * (allocations - 1);
+    return memory + 64 * (allocations - 1);
   }
   void release(void* data, size_t bytes, Stream) noexcept override {
     EXPECT_GE(static_cast<char*>(data), memory);
@@ -122,6 +124,78 @@ TEST_P(DeviceTest, AnInjectedResourceServesLaterAllocations) {
     EXPECT_EQ(resource->allocations, 1);
   }
   EXPECT_EQ(resource->held, 0);
+}
+
+// The text names bytes, what is held stays, and nothing is lost however often it happens.
+TEST_P(DeviceTest, ARefusedAllocationLeavesNothingBehind) {
+  const auto resource = std::make_shared<CountingResource>();
+  set_memory_resource(device_, resource);
+  {
+    DeviceBuffer kept(device_, 64);
+    resource->refuse = true;
+    for (int attempt = 0; attempt < 3; ++attempt) {
+      DeviceBuffer grown;
+      try {
+        grown.reserve(device_, 128 + static_cast<size_t>(attempt));
+        ADD_FAILURE() << "the resource refuses";
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), ErrorCode::kOutOfMemory);
+        EXPECT_THAT(error.what(), HasSubstr(to_string(device_) + ": " +
+                                            std::to_string(128 + attempt) + " bytes asked"));
+      }
+      EXPECT_EQ(grown.data(), nullptr);
+      EXPECT_EQ(grown.bytes(), 0u);
+    }
+    EXPECT_EQ(kept.bytes(), 64u);
+    resource->refuse = false;
+    kept.reserve(device_, 128);
+    EXPECT_EQ(kept.bytes(), 128u);
+  }
+  set_memory_resource(device_, nullptr);
+  EXPECT_EQ(resource->held, 0);
+}
+
+TEST_P(DeviceTest, MoreThanIsFreeIsRefusedWithBothNumbers) {
+  if (device_.kind == DeviceKind::kCpu) {
+    EXPECT_EQ(memory_info(device_).total_bytes, 0u) << "its system overcommits";
+    return;
+  }
+  const MemoryInfo before = memory_info(device_);
+  for (int attempt = 0; attempt < 3; ++attempt) {
+    try {
+      DeviceBuffer too_large(device_, before.total_bytes + 1);
+      ADD_FAILURE() << "more than the device has";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kOutOfMemory);
+      EXPECT_THAT(error.what(), HasSubstr(std::to_string(before.total_bytes + 1) + " bytes asked"));
+      EXPECT_THAT(error.what(), HasSubstr(" free"));
+    }
+  }
+  EXPECT_GE(memory_info(device_).free_bytes, before.free_bytes);
+}
+
+TEST_P(DeviceTest, TensorsGoThereAndBack) {
+  std::vector<int32_t> host(20);
+  for (size_t i = 0; i < host.size(); ++i) host[i] = static_cast<int32_t>(i);
+  // Rows of 3 in a stride of 5: the two elements between are kept.
+  TensorView view = make_tensor(host.data(), DType::kI32, {4, 3});
+  view.stride[0] = 5;
+  DeviceTensors there(device_);
+  const TensorView copy = there.output(view);
+  EXPECT_EQ(copy.stride, view.stride);
+  EXPECT_EQ(copy.data == view.data, device_.kind == DeviceKind::kCpu);
+  EXPECT_EQ(there.input(view).data, copy.data) << "one copy of one view";
+  EXPECT_FALSE(there.input({}).defined());
+  const ConstTensorView empty = there.input(make_tensor(host.data(), DType::kI32, {0, 3}));
+  EXPECT_NE(empty.data, nullptr);
+  const int32_t value = -9;
+  copy_bytes(static_cast<int32_t*>(copy.data) + 6, device_, &value, cpu_, sizeof(value));
+  there.fetch();
+  for (int i = 0; i < 20; ++i) EXPECT_EQ(host[static_cast<size_t>(i)], i == 6 ? -9 : i);
+  view.stride[0] = -5;
+  if (device_.kind == DeviceKind::kCuda) {
+    EXPECT_THROW(there.input(view), Error);
+  }
 }
 
 TEST_P(DeviceTest, EventsOrderStreamsAndMeasureTime) {

@@ -4,6 +4,7 @@
 
 #include "fovea/error.h"
 #include "fovea/plan.h"
+#include "src/core/kernel_fault.h"
 
 namespace fovea::internal {
 namespace {
@@ -25,6 +26,18 @@ TEST(LaunchFault, ExactlyTheNthLaunchFails) {
     EXPECT_NO_THROW(begin_launch("fourth"));
   }
   for (int i = 0; i < 10; ++i) EXPECT_NO_THROW(begin_launch("later"));
+}
+
+TEST(KernelFault, ExactlyTheNthKernelFails) {
+  {
+    const KernelFault fault(2);
+    EXPECT_FALSE(kernel_launch_fails());
+    EXPECT_FALSE(fault.fired());
+    EXPECT_TRUE(kernel_launch_fails());
+    EXPECT_TRUE(fault.fired());
+    EXPECT_FALSE(kernel_launch_fails());
+  }
+  for (int i = 0; i < 10; ++i) EXPECT_FALSE(kernel_launch_fails());
 }
 
 TEST(ResultFault, WritesAfterExactlyTheNthRun) {

@@ -1,10 +1,12 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "fovea/error.h"
 #include "fovea/index_select.h"
 #include "fovea/metadata.h"
 #include "fovea/numeric.h"
@@ -12,6 +14,8 @@
 #include "fovea/sparse_mla.h"
 #include "fovea/stream.h"
 #include "src/core/cuda_runtime.h"
+#include "src/core/fault_injection.h"
+#include "src/core/kernel_fault.h"
 #include "tests/support/memory.h"
 #include "tests/support/rng.h"
 
@@ -225,6 +229,52 @@ TEST_P(StepGraphTest, AHundredReplaysEqualEagerSteps) {
     stream.synchronize();
     ASSERT_TRUE(captured.results() == eager.results()) << "replay " << replay;
   }
+}
+
+// Whichever launch of a step is refused: the error says which operator failed (on a GPU with which
+// grid), and the step is right when it runs again.
+TEST_P(StepGraphTest, AFailedLaunchIsNamedAndTheNextStepIsRight) {
+  const bool on_gpu = device_.kind == DeviceKind::kCuda;
+  DecodeStep step(device_), untouched(device_);
+  for (DecodeStep* const one : {&step, &untouched}) one->set_lengths({512, 65, 64, 1, 300});
+  untouched.forget_results();
+  untouched.run({});
+  synchronize(device_);
+  int64_t failures = 0;
+  for (int64_t nth = 1;; ++nth) {
+    std::optional<internal::LaunchFault> run_fault;
+    std::optional<internal::KernelFault> kernel_fault;
+    if (on_gpu) {
+      kernel_fault.emplace(nth);
+    } else {
+      run_fault.emplace(nth);
+    }
+    step.forget_results();
+    bool failed = false;
+    try {
+      step.run({});
+    } catch (const Error& error) {
+      failed = true;
+      const std::string text = error.what();
+      EXPECT_EQ(error.code(), ErrorCode::kDevice);
+      EXPECT_TRUE(text.starts_with("metadata_refresh: ") || text.starts_with("index_") ||
+                  text.starts_with("topk_select: ") || text.starts_with("sparse_mla: "))
+          << text;
+      if (on_gpu) {
+        EXPECT_NE(text.find(" blocks of "), std::string::npos) << text;
+      }
+    }
+    synchronize(device_);
+    if (!failed) break;
+    ++failures;
+    kernel_fault.reset();
+    run_fault.reset();
+    step.forget_results();
+    step.run({});
+    synchronize(device_);
+    ASSERT_TRUE(step.results() == untouched.results()) << "after launch " << nth;
+  }
+  EXPECT_GE(failures, 3) << "one launch an operator at least";
 }
 
 // Two captured steps in turn, on streams of their own.

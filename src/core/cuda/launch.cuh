@@ -9,6 +9,7 @@
 #include "fovea/device.h"
 #include "src/core/cuda/error.cuh"
 #include "src/core/cuda_runtime.h"
+#include "src/core/kernel_fault.h"
 
 /// How kernels are started.
 namespace fovea::internal::cuda {
@@ -36,6 +37,7 @@ void launch(const char* op, void (*kernel)(Params...), const LaunchShape& shape,
     status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   static_cast<int>(shape.shared_bytes));
   }
+  if (status == cudaSuccess && kernel_launch_fails()) status = cudaErrorLaunchOutOfResources;
   if (status == cudaSuccess) {
     cudaLaunchConfig_t config{};
     config.gridDim = shape.grid;
