@@ -1,27 +1,181 @@
 #!/usr/bin/env bash
-# Runs the device tests of a bundle made by `./dev gpu-bundle`: run.sh [GTEST_FILTER]. The last line is
-# "N passed, N failed, N skipped" over every room.
+# Runs a bundle made by `./dev gpu-bundle` on a machine with a GPU:
+#
+#   run.sh [--out FOLDER] [--only NAME[,NAME]] [--skip NAME[,NAME]] [--filter GTEST_FILTER]
+#
+# Sections, in this order, each with a limit in seconds that LIMIT_<NAME> replaces:
+#   info        devices and the kernel code that they run
+#   tests       every suite on the GPU
+#   verify      fovea verify --device cuda:0, golden files included
+#   ptx         the suites again with the PTX for compute capability 8.0, compiled by the driver
+#   memcheck, initcheck, synccheck   the suites under compute-sanitizer
+#   racecheck   one case of every suite
+#   bench       the ceilings of the device, then the perf suite (docs/bench.md)
+#
+# FOLDER (results) receives one text file a section, perf.json and summary.txt. Exit code 0: every section that ran is
+# right; 1: one failed or ran out of time; 2: wrong options; 3: there is no GPU, nothing ran.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")"
-export LD_LIBRARY_PATH=$PWD/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
-filter=${1:-*cuda*:*Cuda*}
-passed=0
-failed=0
-skipped=0
-for test in bin/fovea_test_*; do
-  log=$("$test" --gtest_brief=1 "--gtest_filter=$filter" 2>&1)
-  status=$?
-  count() { grep -oE "^\[  $1 *\] [0-9]+ test" <<<"$log" | grep -oE '[0-9]+' | head -n 1; }
-  p=$(count PASSED)
-  f=$(count FAILED)
-  s=$(count SKIPPED)
-  # A crash leaves no totals.
-  if [ "$status" -ne 0 ] && [ "${f:-0}" -eq 0 ]; then f=1; fi
-  printf '%-24s %5d passed %5d failed %5d skipped\n' "$(basename "$test")" "${p:-0}" "${f:-0}" "${s:-0}"
-  [ "${f:-0}" -eq 0 ] || tail -n 60 <<<"$log"
-  passed=$((passed + ${p:-0}))
-  failed=$((failed + ${f:-0}))
-  skipped=$((skipped + ${s:-0}))
+cd "$(dirname "${BASH_SOURCE[0]}")" || exit 1
+
+all_sections=(info tests verify ptx memcheck initcheck synccheck racecheck bench)
+declare -A limit=([info]=60 [tests]=400 [verify]=120 [ptx]=400 [memcheck]=550 [initcheck]=550 [synccheck]=550
+  [racecheck]=550 [bench]=500)
+for name in "${all_sections[@]}"; do
+  variable=LIMIT_${name^^}
+  limit[$name]=${!variable:-${limit[$name]}}
 done
-printf '%d passed, %d failed, %d skipped\n' "$passed" "$failed" "$skipped"
-[ "$failed" -eq 0 ]
+out=results
+only=''
+skip=''
+section=''
+filter='*cuda*:*Cuda*'
+
+usage() {
+  sed -n '2,17s/^# \{0,1\}//p' "$0" >&2
+  exit 2
+}
+
+while [ $# -gt 0 ]; do
+  [ $# -ge 2 ] || usage
+  case "$1" in
+    --out) out=$2 ;;
+    --only) only=$2 ;;
+    --skip) skip=$2 ;;
+    --filter) filter=$2 ;;
+    --section) section=$2 ;; # of this script itself: one section, in this process
+    *) usage ;;
+  esac
+  shift 2
+done
+for name in ${only//,/ } ${skip//,/ }; do
+  [ -n "${limit[$name]-}" ] || { printf 'run.sh: there is no section %s\n' "$name" >&2 && usage; }
+done
+case $filter in
+  *-*) ;;
+  *) filter+='-*Full*' ;;
+esac
+
+# room <test binary>
+room() { basename "$1" | sed 's/^fovea_test_//'; }
+
+# has_cases <test binary>: whether the filter leaves a case that can run on a GPU.
+has_cases() { grep -q '^  ' <<<"$("$1" --gtest_list_tests "--gtest_filter=$filter" 2>/dev/null)"; }
+
+# suites <command...>: every test binary with the filter, under a command (env, a sanitizer); prints totals a room. The
+# deadline is that of the section; a room that it cuts short counts as a failure.
+suites() {
+  local deadline=$1 test log status left passed=0 failed=0 skipped=0 p f s
+  shift
+  for test in bin/fovea_test_*; do
+    has_cases "$test" || continue
+    left=$((deadline - SECONDS))
+    if [ "$left" -le 1 ]; then
+      printf '%-10s not run: the section is out of time\n' "$(room "$test")"
+      failed=$((failed + 1))
+      continue
+    fi
+    log=$(timeout --foreground "$left" "$@" "$test" --gtest_brief=1 "--gtest_filter=$filter" 2>&1)
+    status=$?
+    count() { grep -oE "^\[  $1 *\] [0-9]+ test" <<<"$log" | grep -oE '[0-9]+' | head -n 1; }
+    p=$(count PASSED) f=$(count FAILED) s=$(count SKIPPED)
+    # A crash, a sanitizer's finding and a time limit leave no failed case.
+    if [ "$status" -ne 0 ] && [ "${f:-0}" -eq 0 ]; then f=1; fi
+    printf '%-10s %5d passed %5d failed %5d skipped%s\n' "$(room "$test")" "${p:-0}" "${f:-0}" "${s:-0}" \
+      "$([ "$status" -ne 124 ] || printf ', out of time')"
+    [ "${f:-0}" -eq 0 ] || tail -n 60 <<<"$log"
+    passed=$((passed + ${p:-0})) failed=$((failed + ${f:-0})) skipped=$((skipped + ${s:-0}))
+  done
+  printf '%d passed, %d failed, %d skipped\n' "$passed" "$failed" "$skipped"
+  [ "$failed" -eq 0 ] && [ "$passed" -gt 0 ]
+}
+
+sanitizer() {
+  command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null ||
+    ls /usr/local/cuda/compute-sanitizer/compute-sanitizer 2>/dev/null
+}
+
+# under_sanitizer <deadline> <tool>
+under_sanitizer() {
+  local tool
+  tool=$(sanitizer) || {
+    printf 'not run: there is no compute-sanitizer on this machine\n'
+    return 4
+  }
+  suites "$1" "$tool" --tool "$2" --error-exitcode 9 --print-limit 20
+}
+
+# One case of every suite: the first that its list has for a GPU.
+cases_of_suites() {
+  "$1" --gtest_list_tests "--gtest_filter=$filter" |
+    awk '/^[^ ]/ {suite = $1; taken = 0} /^  / && !taken && !/Allocate/ {print suite $1; taken = 1}'
+}
+
+section_info() {
+  bin/fovea info --devices && bin/fovea info && nvidia-smi 2>/dev/null
+  grep -q '^device cuda:0' <<<"$(bin/fovea info --devices)"
+}
+section_tests() { suites "$1" env; }
+section_verify() { bin/fovea verify --device cuda:0; }
+section_ptx() {
+  local line
+  line=$(CUDA_FORCE_PTX_JIT=1 bin/fovea info --devices | grep '^device cuda:0')
+  printf '%s\n' "$line"
+  grep -q 'kernels: ptx 80,' <<<"$line" || {
+    printf 'the kernels do not come from the PTX for 8.0: CUDA_FORCE_PTX_JIT=1 had no effect\n'
+    return 1
+  }
+  suites "$1" env CUDA_FORCE_PTX_JIT=1
+}
+section_memcheck() { under_sanitizer "$1" memcheck; }
+section_initcheck() { under_sanitizer "$1" initcheck; }
+section_synccheck() { under_sanitizer "$1" synccheck; }
+section_racecheck() {
+  local all=$filter test case status=0
+  for test in bin/fovea_test_*; do
+    for case in $(cases_of_suites "$test"); do
+      printf '== %s\n' "$case"
+      filter=$case
+      under_sanitizer "$1" racecheck || status=$?
+      filter=$all
+      [ "$status" -ne 4 ] || return 4
+    done
+  done
+  return "$status"
+}
+section_bench() {
+  bin/fovea bench --device cuda:0 --ceilings &&
+    bin/fovea bench --device cuda:0 --suite perf --json "$out/perf.json"
+}
+
+if [ -n "$section" ]; then
+  "section_$section" $((SECONDS + ${limit[$section]}))
+  exit
+fi
+if ! devices=$(bin/fovea info --devices); then
+  printf 'run.sh: bin/fovea does not start on this machine\n' >&2
+  exit 1
+fi
+if ! grep -q '^device cuda:0' <<<"$devices"; then
+  printf '%s\nnothing was run\n' "$devices"
+  exit 3
+fi
+mkdir -p "$out"
+: >"$out/summary.txt"
+worst=0
+for name in "${all_sections[@]}"; do
+  [[ ,$skip, != *,$name,* ]] || continue
+  [[ -z $only || ,$only, == *,$name,* ]] || continue
+  begin=$SECONDS
+  # The section ends by itself; the rest is for a command that hangs.
+  timeout --kill-after=10 $((limit[$name] + 20)) bash ./"$(basename "$0")" --out "$out" --filter "$filter" \
+    --section "$name" >"$out/$name.txt" 2>&1
+  case $? in
+    0) text=ok ;;
+    4) text='not run' ;;
+    124 | 137) text='out of time' worst=1 ;;
+    *) text=FAILED worst=1 ;;
+  esac
+  printf '%-10s %-12s %4d s  %s\n' "$name" "$text" $((SECONDS - begin)) "$(tail -n 1 "$out/$name.txt")" |
+    tee -a "$out/summary.txt"
+done
+exit $worst
