@@ -12,6 +12,10 @@ namespace fovea {
 /// the device since the last wait. The CPU has nothing to wait for.
 FOVEA_API void synchronize(const Device& device, Stream stream = {});
 
+/// Whether `stream` records a Graph now instead of executing; never on the CPU. Throws
+/// Error(kDevice).
+FOVEA_API bool is_capturing(const Device& device, Stream stream);
+
 /// A queue of its own: not ordered against the default stream. On the CPU the calling thread.
 class FOVEA_API OwnedStream {
  public:
@@ -42,6 +46,8 @@ class FOVEA_API Event {
   /// Later work of `stream` waits for the recorded mark.
   void wait(Stream stream) const;
   void synchronize() const;
+  /// Whether the work before the recorded mark is done. Does not wait.
+  bool is_done() const;
   /// Milliseconds between two recorded marks; waits for the later one.
   static double elapsed_ms(const Event& begin, const Event& end);
 

@@ -59,9 +59,11 @@ void destroy_event(void* event) noexcept;
 void record_event(void* event, Stream stream);
 void wait_event(void* event, Stream stream);
 void synchronize_event(void* event);
+bool is_event_done(void* event);
 double elapsed_ms(void* begin, void* end);
 
 void begin_capture(Stream stream);
+bool is_capturing(Stream stream);
 /// An executable graph. With `discard` it is dropped and the result is null.
 void* end_capture(Stream stream, bool discard, int64_t* num_nodes);
 void destroy_graph(void* graph) noexcept;

@@ -1,17 +1,13 @@
 #include "fovea/device.h"
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include <algorithm>
 #include <charconv>
 #include <cstdint>
-#include <new>
 #include <thread>
 
 #include "src/core/check.h"
 #include "src/core/cuda_runtime.h"
+#include "src/core/host_memory.h"
 
 namespace fovea {
 
@@ -49,40 +45,15 @@ Device parse_device(std::string_view text, int num_threads) {
   internal::invalid("device", "'" + std::string(text) + "', expected cpu or cuda:N");
 }
 
-namespace {
-
-constexpr std::align_val_t kAlignment{64};
-
-// Rows gathered from a large pool lie on a 4 KiB page each, and looking its address up takes longer
-// than fetching the row. Huge pages of 2 MiB make that rare; the advice may be ignored.
-void prefer_huge_pages(void* data, size_t bytes) {
-#if defined(__linux__)
-  constexpr uintptr_t kPage = 4096;
-  constexpr size_t kWorthwhile = size_t{8} << 20;
-  if (bytes < kWorthwhile) return;
-  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kPage - 1) / kPage * kPage;
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / kPage * kPage;
-  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#else
-  (void)data;
-  (void)bytes;
-#endif
-}
-
-}  // namespace
-
-void HostBuffer::Release::operator()(void* data) const noexcept {
-  ::operator delete(data, kAlignment);
-}
+void HostBuffer::Release::operator()(void* data) const noexcept { internal::release_host(data); }
 
 void HostBuffer::reserve(size_t bytes) {
   if (bytes <= bytes_) return;
-  void* data = ::operator new(bytes, kAlignment, std::nothrow);
+  void* data = internal::allocate_host(bytes);
   if (data == nullptr) {
     throw Error(ErrorCode::kOutOfMemory,
                 "HostBuffer: cannot allocate " + std::to_string(bytes) + " bytes");
   }
-  prefer_huge_pages(data, bytes);
   data_.reset(data);
   bytes_ = bytes;
 }

@@ -3,26 +3,20 @@
 #include <cstring>
 #include <map>
 #include <mutex>
-#include <new>
 #include <string>
 #include <utility>
 
 #include "src/core/check.h"
 #include "src/core/cuda_runtime.h"
+#include "src/core/host_memory.h"
 
 namespace fovea {
 namespace {
 
-constexpr std::align_val_t kHostAlignment{64};
-
 class HostMemory : public MemoryResource {
  public:
-  void* allocate(size_t bytes, Stream) noexcept override {
-    return ::operator new(bytes, kHostAlignment, std::nothrow);
-  }
-  void release(void* data, size_t, Stream) noexcept override {
-    ::operator delete(data, kHostAlignment);
-  }
+  void* allocate(size_t bytes, Stream) noexcept override { return internal::allocate_host(bytes); }
+  void release(void* data, size_t, Stream) noexcept override { internal::release_host(data); }
 };
 
 class GpuMemory : public MemoryResource {

@@ -37,8 +37,10 @@ void destroy_event(void*) noexcept {}
 void record_event(void*, Stream) { refuse(); }
 void wait_event(void*, Stream) { refuse(); }
 void synchronize_event(void*) { refuse(); }
+bool is_event_done(void*) { refuse(); }
 double elapsed_ms(void*, void*) { refuse(); }
 void begin_capture(Stream) { refuse(); }
+bool is_capturing(Stream) { refuse(); }
 void* end_capture(Stream, bool, int64_t*) { refuse(); }
 void destroy_graph(void*) noexcept {}
 void launch_graph(void*, Stream) { refuse(); }

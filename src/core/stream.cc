@@ -21,6 +21,12 @@ void synchronize(const Device& device, Stream stream) {
   internal::cuda::synchronize_stream(stream);
 }
 
+bool is_capturing(const Device& device, Stream stream) {
+  if (!is_cuda(device)) return false;
+  const internal::cuda::DeviceScope scope(device.ordinal);
+  return internal::cuda::is_capturing(stream);
+}
+
 OwnedStream::OwnedStream(const Device& device) : device_(device) {
   if (!is_cuda(device)) return;
   const internal::cuda::DeviceScope scope(device.ordinal);
@@ -77,6 +83,10 @@ void Event::wait(Stream stream) const {
 
 void Event::synchronize() const {
   if (is_cuda(state_->device)) internal::cuda::synchronize_event(state_->event);
+}
+
+bool Event::is_done() const {
+  return !is_cuda(state_->device) || internal::cuda::is_event_done(state_->event);
 }
 
 double Event::elapsed_ms(const Event& begin, const Event& end) {

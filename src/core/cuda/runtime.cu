@@ -193,6 +193,15 @@ void wait_event(void* event, Stream stream) {
 void synchronize_event(void* event) {
   check(cudaEventSynchronize(static_cast<cudaEvent_t>(event)), "cudaEventSynchronize");
 }
+bool is_event_done(void* event) {
+  const cudaError_t status = cudaEventQuery(static_cast<cudaEvent_t>(event));
+  if (status == cudaErrorNotReady) {
+    cudaGetLastError();
+    return false;
+  }
+  check(status, "cudaEventQuery");
+  return true;
+}
 double elapsed_ms(void* begin, void* end) {
   synchronize_event(end);
   float ms = 0;
@@ -205,6 +214,13 @@ void begin_capture(Stream stream) {
   // Thread-local: another thread may allocate meanwhile.
   check(cudaStreamBeginCapture(native(stream), cudaStreamCaptureModeThreadLocal),
         "cudaStreamBeginCapture");
+}
+
+bool is_capturing(Stream stream) {
+  if (stream.handle == nullptr) return false;  // the default stream cannot be captured
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(native(stream), &status), "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
 }
 
 void* end_capture(Stream stream, bool discard, int64_t* num_nodes) {
