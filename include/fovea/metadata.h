@@ -145,6 +145,9 @@ class FOVEA_API MetadataRefresh : public OperatorPlan<MetadataProblem, MetadataT
 /// Compares what a refresh has written with what the reference builder writes from the same inputs:
 /// every field, every step, over exactly the ranges that a refresh writes. Owns the scratch arrays
 /// of one step, so that verify() allocates only for its message.
+///
+/// On a GPU it waits for the stream, copies inputs and fields to the host (into memory that it
+/// keeps), and compares there; a stream that is being captured is refused.
 class FOVEA_API MetadataVerifier {
  public:
   /// Bounds as for MetadataRefresh::plan; throws as it does.
@@ -152,12 +155,15 @@ class FOVEA_API MetadataVerifier {
 
   /// Throws Error(kMismatch) "metadata_refresh: step 1: topk_indptr[7] = 12, expected 13; 3 of 64
   /// entries differ" for the first field that differs.
-  void verify(const MetadataTensors& tensors);
+  void verify(const MetadataTensors& tensors, Stream stream = {});
 
  private:
+  MetadataTensors on_host(const MetadataTensors& tensors, Stream stream);
+
   MetadataProblem problem_;
+  Device device_;
   MetadataRefresh reference_;
-  HostBuffer scratch_;
+  HostBuffer scratch_, copies_;
 };
 
 /// Tokens that one unit of paged-logits work covers.

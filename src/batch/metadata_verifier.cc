@@ -1,5 +1,8 @@
+#include "fovea/device_memory.h"
+#include "fovea/stream.h"
 #include "src/batch/metadata_refresh_impl.h"
 #include "src/core/check.h"
+#include "src/core/workspace.h"
 
 namespace fovea {
 namespace {
@@ -142,13 +145,68 @@ Comparison compare(const MetadataProblem& problem, const Field& field, const Ten
 
 }  // namespace
 
+namespace {
+
+// From the first to the last element of a view.
+int64_t spanned_entries(const TensorShape& view) {
+  int64_t last = 0;
+  for (size_t axis = 0; axis < static_cast<size_t>(view.rank); ++axis) {
+    if (view.shape[axis] == 0) return 0;
+    last += (view.shape[axis] - 1) * view.stride[axis];
+  }
+  return last + 1;
+}
+
+// Calls fn(view) for every array that a refresh reads or writes.
+template <class Fn>
+void for_each_array(MetadataTensors& tensors, Fn fn) {
+  fn(tensors.seq_len);
+  fn(tensors.pool_row);
+  fn(tensors.req_to_token);
+  fn(tensors.ext_len);
+  for (int step = 0; step < tensors.num_steps; ++step) {
+    for (const Field& field : kFields) fn(tensors.steps[static_cast<size_t>(step)].*field.view);
+  }
+}
+
+}  // namespace
+
 MetadataVerifier::MetadataVerifier(const MetadataProblem& problem, const Device& device)
-    : problem_(problem), reference_(MetadataRefresh::plan(problem, device, Options{"ref"})) {
+    : problem_(problem),
+      device_(device),
+      reference_(MetadataRefresh::plan(
+          problem, device.kind == DeviceKind::kCpu ? device : Device::cpu(1), Options{"ref"})) {
   scratch_.reserve(entry_bytes(scratch_entries(problem)));
 }
 
-void MetadataVerifier::verify(const MetadataTensors& tensors) {
-  internal::check_metadata_tensors(problem_, tensors);
+// The same views of copies, once the stream is done.
+MetadataTensors MetadataVerifier::on_host(const MetadataTensors& tensors, Stream stream) {
+  if (is_capturing(device_, stream)) {
+    internal::unsupported(kOp,
+                          "verification while the stream is being captured: it waits for the "
+                          "device; verify steps outside of graphs");
+  }
+  MetadataTensors copies = tensors;
+  internal::WorkspaceCutter measure({});
+  for_each_array(copies, [&](const auto& view) {
+    if (view.defined()) measure.take<int32_t>(spanned_entries(view));
+  });
+  copies_.reserve(measure.used_bytes());
+  internal::WorkspaceCutter cutter(copies_.workspace());
+  for_each_array(copies, [&](auto& view) {
+    if (!view.defined()) return;
+    const int64_t entries = spanned_entries(view);
+    int32_t* const copy = cutter.take<int32_t>(entries);
+    copy_bytes(copy, Device::cpu(1), view.data, device_, entry_bytes(entries), stream);
+    view.data = copy;
+  });
+  synchronize(device_, stream);
+  return copies;
+}
+
+void MetadataVerifier::verify(const MetadataTensors& given, Stream stream) {
+  internal::check_metadata_tensors(problem_, given);
+  const MetadataTensors tensors = device_.kind == DeviceKind::kCpu ? given : on_host(given, stream);
   for (int step = 0; step < tensors.num_steps; ++step) {
     const MetadataFields& actual = tensors.steps[static_cast<size_t>(step)];
     MetadataTensors alone = tensors;
