@@ -84,9 +84,11 @@ struct DsaConfig {
   bool fuse_rope = false;
   RopeStyle rope_style = RopeStyle::kInterleaved;  ///< Of fuse_rope.
   /// After every refresh, the reference builder runs on scratch arrays and every field is compared;
-  /// a difference is Error(kMismatch), never a fallback.
+  /// a difference is Error(kMismatch), never a fallback. On a GPU it waits and compares on the
+  /// host.
   bool verify_metadata = false;
-  /// Device contents that were masked or clamped are reported: step.report(), and a log line.
+  /// Device contents that were masked or clamped are reported: step.report(), and a log line, for
+  /// which a GPU is waited for.
   bool check = false;
   int64_t cache_slots = 0;  ///< Slots of the pools, the dummy page included; `check` needs it.
 };
@@ -277,7 +279,9 @@ class FOVEA_API DsaStepPlan {
   const StepBucket& bucket() const noexcept;
   const DsaDispatch& dispatch() const noexcept;     ///< of the step that it holds
   const MetadataFields& metadata() const noexcept;  ///< views of the live shapes
-  /// With `check`: what the last begin_step found in the device contents. Reads the device.
+  /// With `check`: what the last begin_step found in the device contents, after a replay what that
+  /// found. Waits for the stream of the last begin_step, which still exists; throws
+  /// Error(kInvalidArgument) while that is being captured.
   MetadataReport report() const;
 
   struct State;
@@ -298,7 +302,7 @@ struct DraftStep {
                                              ///< reproduces the original.
 };
 
-/// One timed operator call, for profiles: filled when a profile is attached.
+/// One timed operator call, for profiles: filled when a profile is attached (set_profile).
 ///
 /// flops and bytes follow docs/dsa_backend.md: what the operator has to do for the live rows, not
 /// what an implementation happens to do.
@@ -333,8 +337,15 @@ struct OperatorCall {
 /// Device contents (lengths, tables, slots) are never trusted and never an error. One backend
 /// serves one stream of steps; it is not thread-safe.
 ///
-/// `stream` of begin_step and forward is where a GPU gets its work; the CPU runs in the calling
-/// thread and ignores it.
+/// On a GPU the tensors of batches and forwards are device memory (host_seq_len and host_ext_len
+/// stay host memory), and begin_step and forward submit their work to `stream` and return: they
+/// neither wait nor allocate nor read what is on the device, so that a whole step may be captured
+/// in a Graph on its first call and replayed with new contents of the same arrays. What waits all
+/// the same: verify_metadata, which a capture refuses, and the log of `check`, which a capture
+/// leaves to report(). The steps of a backend share scratch memory: they, and the replays of what
+/// was captured, must follow one another in the order of streams; steps that may overlap need a
+/// backend each. Plans and backend live until the work that was submitted is done. The CPU runs in
+/// the calling thread and ignores `stream`.
 class FOVEA_API DsaBackend {
  public:
   /// Throws Error(kInvalidArgument / kUnsupported) for a configuration that no operator supports,
@@ -347,7 +358,8 @@ class FOVEA_API DsaBackend {
   /// Buffers for the steps of one bucket; holds a legal step of padded requests (kPaddedSeqLen,
   /// kPaddedPoolRow) before its first begin_step. Throws Error(kInvalidArgument) for a bucket
   /// outside the configuration's bounds or in EXTEND or MIXED, naming the field;
-  /// Error(kOutOfMemory).
+  /// Error(kOutOfMemory). Does not wait for work that the caller has submitted; any stream may use
+  /// the plan. Not while the calling thread captures.
   DsaStepPlan make_step_plan(const StepBucket& bucket) const;
 
   /// Throws Error(kInvalidArgument), naming request and field, when a tensor does not fit the
@@ -378,11 +390,16 @@ class FOVEA_API DsaBackend {
   const DsaConfig& config() const noexcept;
   const DsaDispatch& dispatch() const noexcept;  ///< of the current step
   const MetadataFields& metadata()
-      const noexcept;             ///< of the current step; views of the live shapes
-  MetadataReport report() const;  ///< of the current step, with `check`
+      const noexcept;  ///< of the current step; views of the live shapes
+  /// Of the current step, with `check`. Waits for the stream of the last begin_step.
+  MetadataReport report() const;
 
   /// Receives every operator call from now on; null stops it. The calls are appended.
-  void set_profile(std::vector<OperatorCall>* calls) noexcept;
+  ///
+  /// On a GPU a call is appended when its work is done, by a later begin_step or forward, or by the
+  /// next set_profile, which waits for all of them; and flops and bytes come from host lengths, or
+  /// without them from bounds. What is captured is not recorded. Throws Error(kDevice).
+  void set_profile(std::vector<OperatorCall>* calls);
 
  private:
   struct State;

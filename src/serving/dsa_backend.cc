@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 
+#include "fovea/stream.h"
 #include "src/batch/forward_modes.h"
 #include "src/core/check.h"
 #include "src/core/log.h"
@@ -59,8 +60,11 @@ StepShape shape_of(const ForwardBatch& batch, const DsaBatchFacts& facts) {
   return shape;
 }
 
-MetadataTensors refresh_inputs(const ForwardBatch& batch, const DsaStep& step) {
-  if (batch.context_split != nullptr) return internal::select_requests(batch, step.arrays);
+MetadataTensors refresh_inputs(const ForwardBatch& batch, const DsaStep& step,
+                               const internal::SplitWriter& writer) {
+  if (batch.context_split != nullptr) {
+    return internal::select_requests(batch, step.arrays, writer);
+  }
   MetadataTensors tensors;
   tensors.seq_len = batch.seq_len;
   tensors.pool_row = batch.pool_row;
@@ -86,33 +90,47 @@ MetadataFields refreshed_fields(const DsaStep& step, ForwardMode mode, const Ste
 }
 
 // What refreshed_fields holds back: rows of a bucket past E have no keys.
-void clear_row_tail(const DsaStep& step, ForwardMode mode, const StepShape& shape) {
+void clear_row_tail(const NextStep& next, Stream stream) {
+  const DsaStep& step = *next.step;
   const int64_t rows = step.arrays.max_rows();
-  const TensorView row_len = step.arrays.views(mode, shape.num_requests, rows, rows).row_len;
-  auto* const lengths = static_cast<int32_t*>(row_len.data);
-  std::fill(lengths + shape.num_rows, lengths + row_len.shape[0], 0);
+  const TensorView row_len =
+      step.arrays.views(next.batch.mode, next.shape.num_requests, rows, rows).row_len;
+  const TensorView tail = slice_rows(row_len, next.shape.num_rows, row_len.shape[0]);
+  fill_bytes(tail.data, step.device, 0, static_cast<size_t>(tail.num_elements()) * sizeof(int32_t),
+             stream);
+}
+
+// num_rows of a draft extension may be a bound: what lies behind the last request must not be
+// stored.
+TensorView masked_slots(const NextStep& next, internal::OperatorCaller& caller) {
+  const DsaStep& step = *next.step;
+  const int64_t rows = next.shape.num_rows;
+  const TensorView slots = slice_rows(step.arrays.store_slots(), 0, rows);
+  const auto run = [&] {
+    internal::mask_slots(next.fields.row_to_request, next.batch.out_cache_loc, slots, step.device,
+                         caller.stream());
+  };
+  caller.call_own("mask_slots", run, [&] { return internal::mask_slots_work(rows); });
+  return slots;
 }
 
 // The step becomes what its forwards read.
-void make_current(const NextStep& next) {
+void make_current(const NextStep& next, internal::OperatorCaller& caller) {
   DsaStep& step = *next.step;
   const ForwardBatch& batch = next.batch;
+  if (step.bucket) clear_row_tail(next, caller.stream());
+  step.out_cache_loc = batch.mode == ForwardMode::kDraftExtend
+                           ? ConstTensorView(masked_slots(next, caller))
+                           : batch.out_cache_loc;
   step.dispatch = next.dispatch;
   step.shape = next.shape;
   step.mode = batch.mode;
-  if (step.bucket) clear_row_tail(step, batch.mode, next.shape);
+  step.stream = caller.stream();
   step.fields = step.arrays.views(batch.mode, next.shape.num_requests, next.shape.num_rows,
                                   next.shape.padded_rows);
   if (next.dispatch.transform != IndexTransform::kRagged) step.fields.row_offset = {};
   step.positions = batch.positions;
   step.store_positions = batch.context_split != nullptr ? batch.store_positions : batch.positions;
-  step.out_cache_loc = batch.out_cache_loc;
-  if (batch.mode == ForwardMode::kDraftExtend) {
-    // num_rows may be a bound: what lies behind the last request must not be stored.
-    const TensorView slots = slice_rows(step.arrays.store_slots(), 0, next.shape.num_rows);
-    internal::mask_slots(step.fields.row_to_request, batch.out_cache_loc, slots);
-    step.out_cache_loc = slots;
-  }
   step.begun = true;
 }
 
@@ -121,19 +139,19 @@ void make_current(const NextStep& next) {
 struct DsaStepPlan::State {
   const void* owner;  // the backend's state
   DsaStep step;
-  // Of the padded step that the plan holds at birth.
-  std::vector<int32_t> positions, slots;
+  DeviceBuffer padding;  // positions and slots of the step that the plan holds at birth
 
-  State(const void* owner_in, const DsaConfig& config, const StepBucket& bucket)
-      : owner(owner_in),
-        step(config, bucket),
-        positions(static_cast<size_t>(step.arrays.max_rows()), 0),
-        slots(positions.size(), -1) {}
+  State(const void* owner_in, const DsaConfig& config, const internal::StepHome& home,
+        const StepBucket& bucket)
+      : owner(owner_in), step(config, home, bucket) {}
 };
 
 struct DsaBackend::State {
   DsaConfig given;
   Device device;
+  // What fills new buffers does not queue behind the caller's work, and is done when the
+  // constructor and make_step_plan return: then any stream may use them, also to capture.
+  OwnedStream birth;
   internal::OperatorOptions options;
   DsaConfig config;  // what runs: split_parts only where a plan is followed
   internal::OperatorCaller caller;
@@ -141,35 +159,42 @@ struct DsaBackend::State {
   std::vector<internal::LayerPlans> layers;
   internal::ForwardScratch scratch;
   DsaStep own;  // of begin_step without a plan
+  std::vector<int32_t> split_entries;
 
   State(const DsaConfig& config_in, const Device& device_in);
 
+  internal::StepHome home() const { return {device, birth}; }
   const internal::LayerPlans& layer_plans(const DsaLayer& layer);
   NextStep prepare(const ForwardBatch& batch, DsaStep* step, int32_t kv_len_delta = 0) const;
-  void begin(std::span<const NextStep> steps);
-  void begin(const NextStep& step) { begin({&step, 1}); }
+  void begin(std::span<const NextStep> steps, internal::OperatorCaller& by);
+  void begin(const NextStep& step) { begin({&step, 1}, caller); }
   void begin_padding(DsaStepPlan::State* plan);
   void check_contents(const NextStep& next);
   void check_selection(const DsaStep& step, const ConstTensorView& topk_indices);
   void run_check(const DsaStep& step, const MetadataCheckTensors& tensors);
   DsaStep* step_of(const std::unique_ptr<DsaStepPlan::State>& plan) const;
+  void enter(Stream stream);
   void forward(const DsaStep& step, const DsaLayer& layer, const DsaForwardTensors& tensors);
 };
 
 DsaBackend::State::State(const DsaConfig& config_in, const Device& device_in)
-    : given((internal::check_dsa_config(config_in, device_in), config_in)),
+    : given((internal::check_dsa_config(config_in), config_in)),
       device(device_in),
+      birth(device_in),
       options(internal::kDsaOp, given.implementation),
       config(followed_config(given, device, options)),
       caller(device, options, follows_failures(config)),
       plans(config, device, options),
-      scratch(config),
-      own(config) {
-  caller.reserve(plans.workspace_bytes());
+      scratch(config, home()),
+      own(config, home()) {
   // Refuses now what attention would refuse at the first forward. Layers usually share one scale.
+  const internal::LayerPlans any(config, {0, 1.0f}, device, options);
+  caller.reserve(std::max(plans.workspace_bytes(), any.workspace_bytes()), birth);
   layers.reserve(8);
-  layer_plans({0, 1.0f});
-  layers.clear();
+  if (config.context_parallel) {
+    split_entries.resize(static_cast<size_t>(std::max(config.max_rows + 1, config.max_requests)));
+  }
+  birth.synchronize();
 }
 
 const internal::LayerPlans& DsaBackend::State::layer_plans(const DsaLayer& layer) {
@@ -181,7 +206,7 @@ const internal::LayerPlans& DsaBackend::State::layer_plans(const DsaLayer& layer
     }
   }
   internal::LayerPlans fresh(config, layer, device, options);
-  caller.reserve(fresh.workspace_bytes());
+  caller.reserve(fresh.workspace_bytes(), caller.stream());  // no more than any other layer's
   layers.push_back(std::move(fresh));
   return layers.back();
 }
@@ -202,30 +227,37 @@ NextStep DsaBackend::State::prepare(const ForwardBatch& batch, DsaStep* step,
 }
 
 // Steps of one batch, refreshed in one call.
-void DsaBackend::State::begin(std::span<const NextStep> steps) {
+void DsaBackend::State::begin(std::span<const NextStep> steps, internal::OperatorCaller& by) {
   const ForwardBatch& batch = steps.front().batch;
-  MetadataTensors tensors = refresh_inputs(batch, *steps.front().step);
+  const internal::SplitWriter writer{device, by.stream(), &split_entries};
+  MetadataTensors tensors = refresh_inputs(batch, *steps.front().step, writer);
   const auto mode = static_cast<size_t>(batch.mode);
   tensors.num_steps = static_cast<int>(steps.size());
   for (size_t i = 0; i < steps.size(); ++i) {
     tensors.kv_len_delta[i] = steps[i].kv_len_delta;
     tensors.steps[i] = steps[i].fields;
+    if (device.kind != DeviceKind::kCpu) {
+      const NextStep& next = steps[i];
+      next.step->lengths.fill(config, batch, next.shape, next.kv_len_delta);
+    }
   }
-  caller.call("metadata_refresh", plans.refresh[mode], tensors, [&] {
+  by.call("metadata_refresh", plans.refresh[mode], tensors, [&] {
     internal::OperatorWork work;
     for (const NextStep& next : steps) {
-      work.bytes += internal::metadata_work(config, next.fields).bytes;
+      const MetadataFields& fields =
+          device.kind == DeviceKind::kCpu ? next.fields : next.step->lengths.fields();
+      work.bytes += internal::metadata_work(config, fields).bytes;
     }
     return work;
   });
   // Not an operator call: a mismatch is never followed by another implementation.
-  if (config.verify_metadata) plans.verify[mode].verify(tensors);
+  if (config.verify_metadata) plans.verify[mode].verify(tensors, by.stream());
   if (batch.context_split != nullptr) {
     const NextStep& next = steps.front();
-    internal::fill_split_rows(batch, next.dispatch.fresh_kv, config.topk, next.fields);
+    internal::fill_split_rows(batch, next.dispatch.fresh_kv, config.topk, next.fields, writer);
   }
   for (const NextStep& next : steps) {
-    make_current(next);
+    make_current(next, by);
     if (next.check) check_contents(next);
   }
 }
@@ -259,7 +291,9 @@ void DsaBackend::State::check_selection(const DsaStep& step, const ConstTensorVi
 
 void DsaBackend::State::run_check(const DsaStep& step, const MetadataCheckTensors& tensors) {
   caller.call("metadata_check", plans.check[static_cast<size_t>(step.mode)], tensors,
-              [&] { return internal::metadata_work(config, step.fields); });
+              [&] { return internal::metadata_work(config, step.host_fields()); });
+  // What is captured tells nothing before it is replayed; report() does then.
+  if (caller.is_capturing()) return;
   const MetadataReport report = internal::report_of(step);
   if (report.fault == MetadataFault::kNone) return;
   internal::log(LogLevel::kWarning, std::string(internal::kDsaOp) + ": " + to_string(report));
@@ -268,32 +302,61 @@ void DsaBackend::State::run_check(const DsaStep& step, const MetadataCheckTensor
 // What an engine pads a batch with, before any batch.
 void DsaBackend::State::begin_padding(DsaStepPlan::State* plan) {
   const StepBucket& bucket = *plan->step.bucket;
-  const auto requests = static_cast<size_t>(bucket.num_requests);
-  const std::vector<int32_t> lengths(requests, kPaddedSeqLen), pool_rows(requests, kPaddedPoolRow);
-  const std::vector<int32_t> dummy_slots(static_cast<size_t>(config.table_width), 0);
-  const auto view = [](const std::vector<int32_t>& values) {
-    return make_tensor(static_cast<const void*>(values.data()), DType::kI32,
-                       {static_cast<int64_t>(values.size())});
+  const int64_t requests = bucket.num_requests, rows = plan->step.arrays.max_rows();
+  const auto bytes_of = [](int64_t entries) { return static_cast<size_t>(entries) * 4; };
+  // Positions 0, then slots -1. What only this begin reads: lengths and pool rows, a table of slots
+  // of the dummy page.
+  internal::reserve_memory("the padding of a step plan", device, bytes_of(2 * rows + 1), birth,
+                           &plan->padding);
+  DeviceBuffer inputs;
+  internal::reserve_memory("the padding of a step plan", device,
+                           bytes_of(2 * requests + config.table_width), birth, &inputs);
+  const auto view = [](DeviceBuffer& buffer, int64_t first, int64_t count) {
+    return make_tensor(static_cast<void*>(static_cast<int32_t*>(buffer.data()) + first),
+                       DType::kI32, {count});
   };
+  const TensorView lengths = view(inputs, 0, requests);
+  const std::vector<int32_t> host_lengths(static_cast<size_t>(requests), kPaddedSeqLen);
+  static_assert(kPaddedPoolRow == 0);
   ForwardBatch batch;
   batch.mode = bucket.mode;
-  batch.seq_len = view(lengths);
-  batch.pool_row = view(pool_rows);
-  if (internal::reads_ext_len(bucket.mode)) batch.ext_len = view(lengths);
-  batch.req_to_token = make_tensor(static_cast<const void*>(dummy_slots.data()), DType::kI32,
-                                   {1, config.table_width});
-  batch.positions = view(plan->positions);
-  batch.out_cache_loc = view(plan->slots);
-  batch.num_rows = plan->step.arrays.max_rows();
+  batch.seq_len = lengths;
+  batch.pool_row = view(inputs, requests, requests);  // 0, as the table behind them
+  if (internal::reads_ext_len(bucket.mode)) batch.ext_len = lengths;
+  batch.req_to_token =
+      make_tensor(static_cast<const void*>(static_cast<int32_t*>(inputs.data()) + 2 * requests),
+                  DType::kI32, {1, config.table_width});
+  batch.positions = view(plan->padding, 0, rows);
+  batch.out_cache_loc = view(plan->padding, rows, rows);
+  batch.num_rows = rows;
   NextStep padding = prepare(batch, &plan->step);
   padding.check = false;
-  begin(padding);
+
+  fill_bytes(inputs.data(), device, 0, inputs.bytes(), birth);
+  copy_bytes(lengths.data, device, host_lengths.data(), Device::cpu(1), bytes_of(requests), birth);
+  fill_bytes(plan->padding.data(), device, 0, bytes_of(rows), birth);
+  fill_bytes(const_cast<void*>(batch.out_cache_loc.data), device, 0xFF, bytes_of(rows), birth);
+  // A workspace of its own: that of the steps may be in use.
+  internal::OperatorCaller by(device, options, follows_failures(config));
+  by.reserve(plans.refresh[static_cast<size_t>(bucket.mode)].workspace_bytes(), birth);
+  by.enter(birth);
+  begin({&padding, 1}, by);
+  birth.synchronize();
 }
 
 DsaStep* DsaBackend::State::step_of(const std::unique_ptr<DsaStepPlan::State>& plan) const {
   if (plan != nullptr && plan->owner == this) return &plan->step;
   internal::invalid(internal::kDsaOp, plan == nullptr ? "the step plan was moved from"
                                                       : "the step plan belongs to another backend");
+}
+
+// Everything that follows goes to `stream`.
+void DsaBackend::State::enter(Stream stream) {
+  caller.enter(stream);
+  if (!config.verify_metadata || !caller.is_capturing()) return;
+  internal::unsupported(internal::kDsaOp,
+                        "verify_metadata while the stream is being captured: the comparison waits "
+                        "for the device; turn it off, or run steps without a graph");
 }
 
 void DsaBackend::State::forward(const DsaStep& step, const DsaLayer& layer,
@@ -322,25 +385,26 @@ DsaBackend& DsaBackend::operator=(DsaBackend&&) noexcept = default;
 
 DsaStepPlan DsaBackend::make_step_plan(const StepBucket& bucket) const {
   internal::check_bucket(state_->config, bucket);
-  auto plan = std::make_unique<DsaStepPlan::State>(state_.get(), state_->config, bucket);
+  auto plan =
+      std::make_unique<DsaStepPlan::State>(state_.get(), state_->config, state_->home(), bucket);
   state_->begin_padding(plan.get());
   return DsaStepPlan(std::move(plan));
 }
 
 void DsaBackend::begin_step(const ForwardBatch& batch, Stream stream) {
-  state_->caller.enter(stream);
+  state_->enter(stream);
   state_->begin(state_->prepare(batch, &state_->own));
 }
 
 void DsaBackend::begin_step(const ForwardBatch& batch, DsaStepPlan* plan, Stream stream) {
-  state_->caller.enter(stream);
+  state_->enter(stream);
   if (plan == nullptr) internal::invalid(internal::kDsaOp, "plan is null");
   state_->begin(state_->prepare(batch, state_->step_of(plan->state_)));
 }
 
 void DsaBackend::begin_draft_steps(const ForwardBatch& batch, std::span<const DraftStep> steps,
                                    Stream stream) {
-  state_->caller.enter(stream);
+  state_->enter(stream);
   internal::check_draft_steps(batch, steps);
   std::array<NextStep, kMaxRefreshSteps> next;
   for (size_t i = 0; i < steps.size(); ++i) {
@@ -350,17 +414,17 @@ void DsaBackend::begin_draft_steps(const ForwardBatch& batch, std::span<const Dr
     next[i] = state_->prepare(draft, state_->step_of(steps[i].plan->state_),
                               steps[i].kv_len_delta.value_or(static_cast<int32_t>(i) + 1));
   }
-  if (!steps.empty()) state_->begin({next.data(), steps.size()});
+  if (!steps.empty()) state_->begin({next.data(), steps.size()}, state_->caller);
 }
 
 void DsaBackend::forward(const DsaLayer& layer, const DsaForwardTensors& tensors, Stream stream) {
-  state_->caller.enter(stream);
+  state_->enter(stream);
   state_->forward(state_->own, layer, tensors);
 }
 
 void DsaBackend::forward(const DsaStepPlan& plan, const DsaLayer& layer,
                          const DsaForwardTensors& tensors, Stream stream) {
-  state_->caller.enter(stream);
+  state_->enter(stream);
   state_->forward(*state_->step_of(plan.state_), layer, tensors);
 }
 
@@ -368,7 +432,7 @@ const DsaConfig& DsaBackend::config() const noexcept { return state_->given; }
 const DsaDispatch& DsaBackend::dispatch() const noexcept { return state_->own.dispatch; }
 const MetadataFields& DsaBackend::metadata() const noexcept { return state_->own.fields; }
 MetadataReport DsaBackend::report() const { return internal::report_of(state_->own); }
-void DsaBackend::set_profile(std::vector<OperatorCall>* calls) noexcept {
+void DsaBackend::set_profile(std::vector<OperatorCall>* calls) {
   state_->caller.set_profile(calls);
 }
 

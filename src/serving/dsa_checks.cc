@@ -23,22 +23,11 @@ constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 
 std::string in_mode(ForwardMode mode) { return " in mode " + std::string(to_string(mode)); }
 
-// Rows of every request; 0 where ext_len says.
-int64_t fixed_rows(const DsaConfig& config, ForwardMode mode) {
-  if (is_decode(mode)) return 1;
-  return reads_ext_len(mode) ? 0 : config.rows_per_request;
-}
-
 // Most rows of a request where ext_len says how many.
 int64_t most_rows(const DsaConfig& config, const ForwardBatch& batch,
                   const std::optional<StepBucket>& bucket) {
   if (batch.mode != ForwardMode::kDraftExtend) return config.max_rows;
   return bucket ? bucket->rows_per_request : config.rows_per_request;
-}
-
-// From seq_len to the KV length.
-int64_t length_addend(const DsaConfig& config, ForwardMode mode, int32_t kv_len_delta) {
-  return mode == ForwardMode::kTargetVerify ? config.rows_per_request : kv_len_delta;
 }
 
 int64_t host_rows(const DsaConfig& config, const ForwardBatch& batch, size_t request) {
@@ -323,10 +312,16 @@ void check_bounds(const DsaConfig& config) {
 
 }  // namespace
 
-void check_dsa_config(const DsaConfig& config, const Device& device) {
-  if (device.kind != DeviceKind::kCpu) {
-    unsupported(kDsaOp, "device = " + to_string(device) + ", expected cpu");
-  }
+int64_t fixed_rows(const DsaConfig& config, ForwardMode mode) {
+  if (is_decode(mode)) return 1;
+  return reads_ext_len(mode) ? 0 : config.rows_per_request;
+}
+
+int64_t length_addend(const DsaConfig& config, ForwardMode mode, int32_t kv_len_delta) {
+  return mode == ForwardMode::kTargetVerify ? config.rows_per_request : kv_len_delta;
+}
+
+void check_dsa_config(const DsaConfig& config) {
   check_bounds(config);
   if (config.draft_topk != 1) {
     unsupported(kDsaOp, "draft_topk = " + std::to_string(config.draft_topk) +

@@ -13,7 +13,7 @@ namespace fovea::internal {
 inline constexpr char kDsaOp[] = "dsa_backend";
 
 /// Throws Error naming the field of the configuration.
-void check_dsa_config(const DsaConfig& config, const Device& device);
+void check_dsa_config(const DsaConfig& config);
 
 /// Throws Error naming the field of the bucket.
 void check_bucket(const DsaConfig& config, const StepBucket& bucket);
@@ -22,6 +22,12 @@ void check_bucket(const DsaConfig& config, const StepBucket& bucket);
 /// batch must have its shape, and may hold padded requests.
 void check_forward_batch(const DsaConfig& config, const ForwardBatch& batch,
                          const std::optional<StepBucket>& bucket, int32_t kv_len_delta);
+
+/// Rows of every request of a mode; 0 where ext_len says.
+int64_t fixed_rows(const DsaConfig& config, ForwardMode mode);
+
+/// From seq_len to the KV length.
+int64_t length_addend(const DsaConfig& config, ForwardMode mode, int32_t kv_len_delta);
 
 /// What the batch and the plans of a chain of drafts must have besides.
 void check_draft_steps(const ForwardBatch& batch, std::span<const DraftStep> steps);

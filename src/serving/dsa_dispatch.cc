@@ -128,7 +128,8 @@ class Conjunction {
 bool one_shot_is_legal(const DsaConfig& config, const Device& device, const DsaBatchFacts& facts,
                        const DsaImplementationInfo& prefill, DispatchReasons* reasons) {
   Conjunction legal(reasons);
-  legal.need(device.kind == DeviceKind::kCpu, "one-shot is off: the device has no dense kernel");
+  legal.need(device.kind == DeviceKind::kCpu || device.kind == DeviceKind::kCuda,
+             "one-shot is off: the device has no dense kernel");
   legal.need(facts.mha_inputs, "one-shot is off: the caller has no expanded keys and values");
   legal.need(!config.deterministic, "one-shot is off: deterministic is on");
   legal.need(!config.force_absorbed, "one-shot is off: force_absorbed is on");

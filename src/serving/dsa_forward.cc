@@ -1,22 +1,21 @@
 #include "src/serving/dsa_forward.h"
 
 #include <algorithm>
-#include <limits>
-#include <string_view>
 
-#include "src/core/access.h"
 #include "src/core/workspace.h"
 #include "src/serving/dsa_checks.h"
 #include "src/serving/dsa_dispatch.h"
 #include "src/serving/dsa_shapes.h"
 #include "src/serving/selection_map.h"
+#include "src/serving/step_memory.h"
+#include "src/serving/step_rows.h"
 
 namespace fovea::internal {
 
-ForwardScratch::ForwardScratch(const DsaConfig& config) {
+ForwardScratch::ForwardScratch(const DsaConfig& config, const StepHome& home) {
   size_t bytes = 0;
   cut(config, {}, &bytes);
-  memory_.reserve(bytes);
+  reserve_memory("the scratch arrays of a forward", home.device, bytes, home.stream, &memory_);
   cut(config, memory_.workspace(), &bytes);
 }
 
@@ -204,12 +203,8 @@ void DsaForward::map_rows(const ConstTensorView& positions, IndexTransform trans
   map.row_to_request = step_.fields.row_to_request;
   map.row_offset = step_.fields.row_offset;
   map.indices = indices;
-  caller_.timed(
-      "map_selection",
-      [&]() -> std::string_view {
-        map_selection(map, device_);
-        return "cpu";
-      },
+  caller_.call_own(
+      "map_selection", [&] { map_selection(map, device_, caller_.stream()); },
       [&] { return map_selection_work(config_, step_.shape.num_rows); });
 }
 
@@ -240,7 +235,7 @@ ConstTensorView DsaForward::select_rows(const DsaForwardTensors& tensors) {
     in.indices = selection;  // rows of padding become -1
     caller_.call("index_select",
                  own == IndexTransform::kRagged ? *shared_.select_ragged : shared_.select, in,
-                 [&] { return index_select_work(config_, step_.fields); });
+                 [&] { return index_select_work(config_, host_fields()); });
   }
   if (config_.fuse_transform) return selection;
   map_rows(selection, target, slice_rows(scratch_.slots, 0, padded));
@@ -254,9 +249,12 @@ ConstTensorView DsaForward::contiguous_keys(const DsaForwardTensors& tensors,
   const int64_t tokens = step_.shape.sum_kv_len;
   const TensorView slots = slice_rows(scratch_.contiguous_slots, 0, tokens);
   const TensorView rows = slice_rows(scratch_.contiguous_rows, 0, tokens);
-  list_slots(step_.fields.page_table, step_.fields.kv_indptr, config_.page_size, slots, device_);
+  const SlotList list{step_.fields.page_table, step_.fields.kv_indptr, config_.page_size, slots};
+  caller_.call_own(
+      "list_slots", [&] { list_slots(list, device_, caller_.stream()); },
+      [&] { return list_slots_work(config_, tokens); });
   caller_.call("unpack_rows", *layer_.unpack, {tensors.kv_pool, slots, rows},
-               [&] { return unpack_rows_work(config_, step_.fields); });
+               [&] { return unpack_rows_work(config_, host_fields()); });
   return rows;
 }
 
@@ -297,7 +295,7 @@ void DsaForward::attend_rows(const SparseMlaTensors& in, int64_t begin, int64_t 
   const bool contiguous = step_.dispatch.kernel == DsaKernel::kContiguousBf16;
   const int64_t row_bytes = contiguous ? 2 * kLatentWidth : latent_row_bytes(config_);
   caller_.call("sparse_mla", contiguous ? *layer_.contiguous : layer_.cache_direct, in,
-               [&] { return sparse_mla_work(config_, step_.fields, row_bytes, begin, end); });
+               [&] { return sparse_mla_work(config_, host_fields(), row_bytes, begin, end); });
 }
 
 void DsaForward::attend_one_shot(const DsaForwardTensors& tensors) {
@@ -310,17 +308,12 @@ void DsaForward::attend_one_shot(const DsaForwardTensors& tensors) {
   in.out = tensors.out_mha;
   in.lse = tensors.lse;
   caller_.call("mha_varlen", *layer_.one_shot, in,
-               [&] { return mha_varlen_work(config_, step_.fields); });
+               [&] { return mha_varlen_work(config_, host_fields()); });
   // The operator leaves rows without a request alone.
-  const auto out = access<bf16_t, 3>(tensors.out_mha);
-  const auto lse = access<float, 2>(tensors.lse);
-  const auto q_indptr = access<const int32_t, 1>(step_.fields.q_indptr);
-  for (int64_t row = q_indptr(q_indptr.shape[0] - 1); row < step_.shape.padded_rows; ++row) {
-    for (int64_t h = 0; h < config_.num_heads; ++h) {
-      std::fill_n(out.row(row, h), kMhaWidthV, bf16_t{0});
-    }
-    std::fill_n(lse.row(row), config_.num_heads, -std::numeric_limits<float>::infinity());
-  }
+  const PaddingRows padding{step_.fields.q_indptr, tensors.out_mha, tensors.lse};
+  caller_.call_own(
+      "clear_padding", [&] { clear_padding(padding, device_, caller_.stream()); },
+      [&] { return clear_padding_work(config_, step_.shape.padded_rows - step_.shape.num_rows); });
 }
 
 }  // namespace fovea::internal

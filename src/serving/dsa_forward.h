@@ -11,7 +11,8 @@ namespace fovea::internal {
 /// What the operators of one forward hand to one another, at the bounds of the configuration. One
 /// for all steps of a backend: its forwards follow one another.
 struct ForwardScratch {
-  explicit ForwardScratch(const DsaConfig& config);
+  /// Throws Error(kOutOfMemory).
+  ForwardScratch(const DsaConfig& config, const StepHome& home);
 
   TensorView q_fp8, q_scale, head_weight;        ///< Index queries.
   TensorView k_fp8, k_scale;                     ///< New index keys.
@@ -23,7 +24,7 @@ struct ForwardScratch {
 
  private:
   void cut(const DsaConfig& config, Workspace memory, size_t* bytes);
-  HostBuffer memory_;
+  DeviceBuffer memory_;
 };
 
 class DsaForward {
@@ -56,6 +57,7 @@ class DsaForward {
   void attend_rows(const SparseMlaTensors& in, int64_t begin, int64_t end);
   ConstTensorView contiguous_keys(const DsaForwardTensors& tensors, const ConstTensorView& keys);
   void attend_one_shot(const DsaForwardTensors& tensors);
+  const MetadataFields& host_fields() const { return step_.host_fields(); }
 
   template <class View>
   View live(const View& tensor) const {

@@ -87,6 +87,17 @@ OperatorWork map_selection_work(const DsaConfig& config, int64_t rows) {
   return {0, 8 * as_double(rows * config.topk)};
 }
 
+OperatorWork mask_slots_work(int64_t rows) { return {0, 12 * as_double(rows)}; }
+
+// A page entry per token read at most once a page; every slot written.
+OperatorWork list_slots_work(const DsaConfig& config, int64_t tokens) {
+  return {0, 4 * as_double(tokens + ceil_div(tokens, config.page_size))};
+}
+
+OperatorWork clear_padding_work(const DsaConfig& config, int64_t rows) {
+  return {0, as_double(rows * config.num_heads * (2 * kMhaWidthV + 4))};
+}
+
 OperatorWork unpack_rows_work(const DsaConfig& config, const MetadataFields& fields) {
   int64_t tokens = 0;
   for_each_request(fields, [&](int64_t, int64_t, int64_t len) { tokens += len; });

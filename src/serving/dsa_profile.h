@@ -5,7 +5,7 @@
 #include "fovea/dsa_backend.h"
 
 /// What the operators of one forward have to do, for profiles (docs/dsa_backend.md, "Profile").
-/// Read from the metadata of the step, on the host that holds them.
+/// `fields` are those of DsaStep::host_fields(): nothing is read from a GPU.
 namespace fovea::internal {
 
 struct OperatorWork {
@@ -21,6 +21,10 @@ OperatorWork index_quantize_work(const DsaConfig& config, int64_t rows, bool wit
 OperatorWork index_store_work(const DsaConfig& config, int64_t rows);
 OperatorWork index_select_work(const DsaConfig& config, const MetadataFields& fields);
 OperatorWork map_selection_work(const DsaConfig& config, int64_t rows);
+OperatorWork mask_slots_work(int64_t rows);
+OperatorWork list_slots_work(const DsaConfig& config, int64_t tokens);
+/// `rows`: of the padding.
+OperatorWork clear_padding_work(const DsaConfig& config, int64_t rows);
 OperatorWork unpack_rows_work(const DsaConfig& config, const MetadataFields& fields);
 /// Of the rows [begin, end); `row_bytes`: of the keys that are read.
 OperatorWork sparse_mla_work(const DsaConfig& config, const MetadataFields& fields,

@@ -2,12 +2,13 @@
 
 #include <algorithm>
 #include <limits>
+#include <span>
 #include <string>
 
 #include "src/batch/forward_modes.h"
-#include "src/core/access.h"
 #include "src/core/check.h"
 #include "src/serving/dsa_checks.h"
+#include "src/serving/step_rows.h"
 
 namespace fovea::internal {
 namespace {
@@ -120,19 +121,59 @@ void check_context_split(const DsaConfig& config, const ForwardBatch& batch) {
   }
 }
 
-MetadataTensors select_requests(const ForwardBatch& batch, const StepArrays& arrays) {
-  const ContextSplit& split = *batch.context_split;
+int64_t selected_rows(const ContextSplit& split, int64_t i) { return selected(split, i).rows; }
+int64_t selected_kv_len(const ContextSplit& split, int64_t i) { return selected(split, i).kv_len; }
+
+namespace {
+
+int32_t saturate(int64_t value) {
+  return static_cast<int32_t>(std::min<int64_t>(value, std::numeric_limits<int32_t>::max()));
+}
+
+// One value per selected request, `value(item)`.
+template <class Value>
+std::span<const int32_t> of_requests(const ContextSplit& split, const SplitWriter& writer,
+                                     Value value) {
   const int64_t count = selected_requests(split);
-  const StepArrays::SelectedInputs to = arrays.selected_inputs(count);
-  const auto seq_len = access<int32_t, 1>(to.seq_len), pool_row = access<int32_t, 1>(to.pool_row),
-             ext_len = access<int32_t, 1>(to.ext_len);
-  const auto all_pool_rows = access<const int32_t, 1>(batch.pool_row);
-  for (int64_t i = 0; i < count; ++i) {
+  int32_t* const entries = writer.entries->data();
+  for (int64_t i = 0; i < count; ++i) entries[i] = saturate(value(selected(split, i)));
+  return {entries, static_cast<size_t>(count)};
+}
+
+// One value per row of the rank, `value(row, keys of the selected requests before its own, keys of
+// the requests of the batch before it)`.
+template <class Value>
+std::span<const int32_t> of_rows(const ForwardBatch& batch, const SplitWriter& writer,
+                                 Value value) {
+  const ContextSplit& split = *batch.context_split;
+  int32_t* const entries = writer.entries->data();
+  int64_t row = 0, request = 0, selected_keys = 0, batch_keys = 0;
+  for (int64_t i = 0; i < selected_requests(split); ++i) {
     const Selected item = selected(split, i);
-    seq_len(i) = static_cast<int32_t>(item.kv_len);
-    pool_row(i) = all_pool_rows(item.request);
-    ext_len(i) = static_cast<int32_t>(item.rows);
+    for (; request < item.request && !batch.host_seq_len.empty(); ++request) {
+      batch_keys += batch.host_seq_len[static_cast<size_t>(request)];
+    }
+    for (const int64_t end = row + item.rows; row < end; ++row) {
+      entries[row] = saturate(value(row, selected_keys, batch_keys));
+    }
+    selected_keys += item.kv_len;
   }
+  return {entries, static_cast<size_t>(row)};
+}
+
+}  // namespace
+
+MetadataTensors select_requests(const ForwardBatch& batch, const StepArrays& arrays,
+                                const SplitWriter& writer) {
+  const ContextSplit& split = *batch.context_split;
+  const StepArrays::SelectedInputs to = arrays.selected_inputs(selected_requests(split));
+  const auto kv_len = [](const Selected& item) { return item.kv_len; };
+  const auto rows = [](const Selected& item) { return item.rows; };
+  const auto request = [](const Selected& item) { return item.request; };
+  put_entries(of_requests(split, writer, kv_len), to.seq_len, writer.device, writer.stream);
+  put_entries(of_requests(split, writer, rows), to.ext_len, writer.device, writer.stream);
+  pick_entries(batch.pool_row, of_requests(split, writer, request), to.pool_row, writer.device,
+               writer.stream);
   MetadataTensors tensors;
   tensors.seq_len = to.seq_len;
   tensors.pool_row = to.pool_row;
@@ -142,33 +183,35 @@ MetadataTensors select_requests(const ForwardBatch& batch, const StepArrays& arr
 }
 
 void fill_split_rows(const ForwardBatch& batch, bool fresh_kv, int64_t topk,
-                     const MetadataFields& fields) {
-  const ContextSplit& split = *batch.context_split;
-  const auto row_len = access<int32_t, 1>(fields.row_len),
-             topk_length = access<int32_t, 1>(fields.topk_length),
-             topk_indptr = access<int32_t, 1>(fields.topk_indptr),
-             k_start = access<int32_t, 1>(fields.k_start), k_end = access<int32_t, 1>(fields.k_end),
-             row_offset = access<int32_t, 1>(fields.row_offset);
-  int64_t row = 0, entries = 0, request = 0, keys_before = 0;
-  topk_indptr(0) = 0;
-  for (int64_t i = 0; i < selected_requests(split); ++i) {
-    const Selected item = selected(split, i);
-    // Fresh keys are those of the whole batch, cached ones are gathered for these requests only.
-    for (; fresh_kv && request < item.request; ++request) {
-      keys_before += batch.host_seq_len[static_cast<size_t>(request)];
-    }
-    for (const int64_t end = row + item.rows; row < end; ++row) {
-      const int32_t len = split.row_len[static_cast<size_t>(row)];
-      const auto kept = static_cast<int32_t>(std::min<int64_t>(len, topk));
-      entries += kept;
-      row_len(row) = len;
-      topk_length(row) = kept;
-      topk_indptr(row + 1) =
-          static_cast<int32_t>(std::min<int64_t>(entries, std::numeric_limits<int32_t>::max()));
-      k_end(row) = k_start(row) + len;
-      row_offset(row) = fresh_kv ? static_cast<int32_t>(keys_before) : k_start(row);
-    }
-  }
+                     const MetadataFields& fields, const SplitWriter& writer) {
+  const std::vector<int32_t>& row_len = batch.context_split->row_len;
+  const auto len = [&](int64_t row) { return int64_t{row_len[static_cast<size_t>(row)]}; };
+  const auto put = [&](std::span<const int32_t> values, const TensorView& to) {
+    put_entries(values, to, writer.device, writer.stream);
+  };
+  put(of_rows(batch, writer, [&](int64_t row, int64_t, int64_t) { return len(row); }),
+      fields.row_len);
+  put(of_rows(batch, writer,
+              [&](int64_t row, int64_t, int64_t) { return std::min(len(row), topk); }),
+      fields.topk_length);
+  put(of_rows(batch, writer,
+              [&](int64_t row, int64_t before, int64_t) { return before + len(row); }),
+      fields.k_end);
+  // Fresh keys are those of the whole batch, cached ones are gathered for these requests only.
+  put(of_rows(batch, writer,
+              [&](int64_t, int64_t selected_keys, int64_t batch_keys) {
+                return fresh_kv ? batch_keys : selected_keys;
+              }),
+      fields.row_offset);
+  int64_t entries = 0;
+  const auto entries_before = [&](int64_t row, int64_t, int64_t) {
+    const int64_t before = entries;
+    entries += std::min(len(row), topk);
+    return before;
+  };
+  const std::span<const int32_t> starts = of_rows(batch, writer, entries_before);
+  (*writer.entries)[starts.size()] = saturate(entries);
+  put({starts.data(), starts.size() + 1}, fields.topk_indptr);
 }
 
 }  // namespace fovea::internal

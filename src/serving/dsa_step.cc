@@ -1,9 +1,11 @@
 #include "src/serving/dsa_step.h"
 
-#include <cstring>
-
+#include "fovea/stream.h"
 #include "src/batch/forward_modes.h"
+#include "src/core/check.h"
 #include "src/core/workspace.h"
+#include "src/serving/dsa_checks.h"
+#include "src/serving/step_memory.h"
 
 namespace fovea::internal {
 namespace {
@@ -12,12 +14,13 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
 
-StepArrays::StepArrays(const DsaConfig& config, int64_t max_requests, int64_t max_rows) {
+StepArrays::StepArrays(const DsaConfig& config, int64_t max_requests, int64_t max_rows,
+                       const StepHome& home) {
   size_t bytes = 0;
   cut(config, max_requests, max_rows, {}, &bytes);
-  memory_.reserve(bytes);
+  reserve_memory("the arrays of a step", home.device, bytes, home.stream, &memory_);
   cut(config, max_requests, max_rows, memory_.workspace(), &bytes);
-  std::memset(memory_.data(), 0, memory_.bytes());
+  fill_bytes(memory_.data(), home.device, 0, memory_.bytes(), home.stream);
 }
 
 void StepArrays::cut(const DsaConfig& config, int64_t max_requests, int64_t max_rows,
@@ -90,8 +93,13 @@ MetadataFields StepArrays::views(ForwardMode mode, int64_t requests, int64_t num
 }
 
 MetadataReport report_of(const DsaStep& step) {
+  if (is_capturing(step.device, step.stream)) {
+    invalid(kDsaOp, "report() while the step is being captured; ask after a replay");
+  }
   MetadataReport report{};
-  std::memcpy(&report, step.arrays.error_word().data, sizeof(report));
+  copy_bytes(&report, Device::cpu(1), step.arrays.error_word().data, step.device, sizeof(report),
+             step.stream);
+  synchronize(step.device, step.stream);
   return report;
 }
 

@@ -3,24 +3,24 @@
 #include <cstdint>
 #include <optional>
 
+#include "fovea/device_memory.h"
 #include "fovea/dsa_backend.h"
+#include "src/serving/step_lengths.h"
 
 /// What a step of a backend is made of.
 namespace fovea::internal {
 
-struct StepShape {
-  int64_t num_requests = 0;   ///< R; with a context split those that have a row here.
-  int64_t num_rows = 0;       ///< E
-  int64_t padded_rows = 0;    ///< T >= E
-  int64_t num_tokens = 0;     ///< Stored by every layer: E; with a context split all of the batch.
-  int64_t padded_tokens = 0;  ///< Rows of k and index_k: T, or num_tokens.
-  int64_t sum_kv_len = 0;     ///< Of num_requests; with host lengths only.
+/// Where the buffers of a step are, and the stream in whose order they are allocated and cleared.
+struct StepHome {
+  Device device;
+  Stream stream;
 };
 
 /// The arrays that begin_step writes, at the bounds of one bucket, at fixed addresses.
 class StepArrays {
  public:
-  StepArrays(const DsaConfig& config, int64_t max_requests, int64_t max_rows);
+  /// Throws Error(kOutOfMemory).
+  StepArrays(const DsaConfig& config, int64_t max_requests, int64_t max_rows, const StepHome& home);
 
   int64_t max_rows() const { return fields_.row_to_request.shape[0]; }
 
@@ -45,7 +45,7 @@ class StepArrays {
   void cut(const DsaConfig& config, int64_t max_requests, int64_t max_rows, Workspace memory,
            size_t* bytes);
 
-  HostBuffer memory_;
+  DeviceBuffer memory_;
   MetadataFields fields_;
   TensorView store_slots_, error_word_;
   SelectedInputs selected_;
@@ -54,28 +54,45 @@ class StepArrays {
 /// A step between its begin and its last forward.
 struct DsaStep {
   /// A step of any batch within the configuration's bounds.
-  explicit DsaStep(const DsaConfig& config)
-      : arrays(config, config.max_requests, config.max_rows) {}
-  DsaStep(const DsaConfig& config, const StepBucket& bucket_in)
-      : bucket(bucket_in),
-        arrays(config, bucket_in.num_requests,
-               bucket_in.num_requests * bucket_in.rows_per_request) {}
+  DsaStep(const DsaConfig& config, const StepHome& home)
+      : DsaStep(config, home, config.max_requests, config.max_rows) {}
+  DsaStep(const DsaConfig& config, const StepHome& home, const StepBucket& bucket_in)
+      : DsaStep(config, home, bucket_in.num_requests,
+                bucket_in.num_requests * bucket_in.rows_per_request) {
+    bucket = bucket_in;
+  }
 
+  Device device;
   std::optional<StepBucket> bucket;
   StepArrays arrays;
+  StepLengths lengths;  ///< For the profile of a GPU.
   bool begun = false;
   ForwardMode mode = ForwardMode::kDecode;
   DsaDispatch dispatch;
   StepShape shape;
+  Stream stream;          ///< Of the last begin_step.
   MetadataFields fields;  ///< Views of the live shapes.
   /// With `check`, what begin_step looked at; without error_word there was nothing to look at.
   MetadataCheckTensors checked;
   ConstTensorView positions;        ///< i32 [T], the caller's.
   ConstTensorView store_positions;  ///< i32 [padded_tokens], the caller's.
   ConstTensorView out_cache_loc;    ///< i32 [padded_tokens], the caller's, or store_slots.
+
+  /// Metadata whose lengths the host may read: of the live rows, or what it knows of them.
+  const MetadataFields& host_fields() const {
+    return device.kind == DeviceKind::kCpu ? fields : lengths.fields();
+  }
+
+ private:
+  DsaStep(const DsaConfig& config, const StepHome& home, int64_t max_requests, int64_t max_rows)
+      : device(home.device),
+        arrays(config, max_requests, max_rows, home),
+        lengths(home.device.kind == DeviceKind::kCpu ? 0 : max_requests,
+                home.device.kind == DeviceKind::kCpu ? 0 : max_rows) {}
 };
 
-/// Its error word; all zeros when nothing was checked.
+/// Its error word; all zeros when nothing was checked. Waits for the stream of its last begin_step.
+/// Throws Error(kInvalidArgument) while that stream is being captured.
 MetadataReport report_of(const DsaStep& step);
 
 }  // namespace fovea::internal

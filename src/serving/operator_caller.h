@@ -1,62 +1,68 @@
 #pragma once
 
-#include <chrono>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "fovea/device_memory.h"
 #include "fovea/dsa_backend.h"
 #include "fovea/error.h"
 #include "src/core/fault_injection.h"
 #include "src/core/log.h"
-#include "src/core/parallel.h"
 #include "src/serving/dsa_profile.h"
 #include "src/serving/operator_options.h"
+#include "src/serving/profile_recorder.h"
+#include "src/serving/step_memory.h"
 
-/// How a backend runs its operators: one workspace, one profile, one rule for failures.
+/// How a backend runs its operators: one workspace, one profile, one stream at a time, one rule for
+/// failures.
 namespace fovea::internal {
 
 class OperatorCaller {
  public:
   /// `follow`: after a failure (Error kDevice, kInternal) the next implementation of the list runs.
   OperatorCaller(const Device& device, const OperatorOptions& options, bool follow)
-      : device_(device), options_(options), follow_(follow) {}
+      : device_(device), options_(options), follow_(follow), profile_(device) {}
 
-  /// Room for every plan that will be called.
-  void reserve(size_t workspace_bytes) { workspace_.reserve(workspace_bytes); }
-  void set_profile(std::vector<OperatorCall>* profile) { profile_ = profile; }
-  /// Where the operators of the calls that follow are submitted.
-  void enter(Stream stream) { stream_ = stream; }
+  /// Room for every plan that will be called, as memory that work of `stream` may use.
+  void reserve(size_t workspace_bytes, Stream stream) {
+    if (!workspaces_.empty() && workspaces_.back().bytes() >= workspace_bytes) return;
+    DeviceBuffer larger;
+    reserve_memory("the workspace", device_, workspace_bytes, stream, &larger);
+    // A captured step goes on using the smaller one.
+    workspaces_.push_back(std::move(larger));
+  }
+
+  /// The calls that follow are submitted to `stream`.
+  void enter(Stream stream) { profile_.enter(stream); }
+  Stream stream() const { return profile_.stream(); }
+  /// Whether they are recorded instead of executed.
+  bool is_capturing() const { return profile_.is_capturing(); }
+
+  void set_profile(std::vector<OperatorCall>* calls) { profile_.set_target(calls); }
 
   template <class Plan>
   void call(const char* name, const Plan& plan, const typename Plan::Tensors& tensors,
             FunctionRef<OperatorWork()> work) {
     const auto run = [&]() -> std::string_view {
       try {
-        plan.run(tensors, workspace_.workspace(), stream_);
+        plan.run(tensors, workspaces_.back().workspace(), stream());
         end_launch();
       } catch (const Error& error) {
         return run_next(name, plan, tensors, error);
       }
       return plan.implementation().name;
     };
-    timed(name, run, work);
+    profile_.timed(name, run, work);
   }
 
-  /// `run` returns the name of the implementation that ran.
-  void timed(const char* name, FunctionRef<std::string_view()> run,
-             FunctionRef<OperatorWork()> work) {
-    if (profile_ == nullptr) {
+  /// An operator of this room, which has one implementation per kind of device.
+  void call_own(const char* name, FunctionRef<void()> run, FunctionRef<OperatorWork()> work) {
+    const auto run_named = [&]() -> std::string_view {
       run();
-      return;
-    }
-    const auto begin = std::chrono::steady_clock::now();
-    const std::string_view implementation = run();
-    const std::chrono::duration<double, std::milli> elapsed =
-        std::chrono::steady_clock::now() - begin;
-    const OperatorWork done = work();
-    profile_->push_back(
-        {name, std::string(implementation), elapsed.count(), done.flops, done.bytes});
+      return device_.kind == DeviceKind::kCpu ? "cpu" : "cuda_portable";
+    };
+    profile_.timed(name, run_named, work);
   }
 
  private:
@@ -66,14 +72,16 @@ class OperatorCaller {
   std::string_view run_next(const char* name, const Plan& failed,
                             const typename Plan::Tensors& tensors, const Error& error) {
     const bool failure = error.code() == ErrorCode::kDevice || error.code() == ErrorCode::kInternal;
-    const std::string* const next = options_.next(name, failed.implementation().name);
+    const std::string* const next = options_.next(name, failed.implementation().name, device_.kind);
     if (!failure || next == nullptr || !follow_) throw;
+    const Plan plan = Plan::plan(failed.problem(), device_, Options{*next});
+    // Memory that a capture allocates belongs to its graph alone.
+    if (is_capturing() && plan.workspace_bytes() > workspaces_.back().bytes()) throw;
     log(LogLevel::kError, std::string(name) + ": " + failed.implementation().name + " failed (" +
                               error.what() + "); runs " + *next);
-    const Plan plan = Plan::plan(failed.problem(), device_, Options{*next});
-    workspace_.reserve(plan.workspace_bytes());
+    reserve(plan.workspace_bytes(), stream());
     try {
-      plan.run(tensors, workspace_.workspace(), stream_);
+      plan.run(tensors, workspaces_.back().workspace(), stream());
     } catch (const Error& again) {
       return run_next(name, plan, tensors, again);
     }
@@ -83,9 +91,8 @@ class OperatorCaller {
   Device device_;
   const OperatorOptions& options_;
   bool follow_;
-  Stream stream_;
-  HostBuffer workspace_;
-  std::vector<OperatorCall>* profile_ = nullptr;
+  std::vector<DeviceBuffer> workspaces_;  // the last one is in use
+  ProfileRecorder profile_;
 };
 
 }  // namespace fovea::internal

@@ -31,13 +31,13 @@ class OperatorOptions {
     return Options{info != nullptr && has(*info, forced_) ? forced_ : std::string()};
   }
 
-  /// The implementation ranked after `name`; null when that is the last.
-  const std::string* next(const char* op, std::string_view name) const {
+  /// The implementation for `device` ranked after `name`; null when that is the last.
+  const std::string* next(const char* op, std::string_view name, DeviceKind device) const {
     bool after = false;
     const OperatorInfo* const info = find(op);
     if (info == nullptr) return nullptr;
     for (const ImplementationInfo& entry : info->implementations) {
-      if (after && entry.available && entry.device == DeviceKind::kCpu) return &entry.name;
+      if (after && entry.available && entry.device == device) return &entry.name;
       after = after || entry.name == name;
     }
     return nullptr;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "fovea/plan.h"
 #include "src/core/access.h"
 #include "src/core/parallel.h"
 
@@ -72,7 +73,9 @@ void map_row(const SelectionMap& map, int64_t row) {
 
 }  // namespace
 
-void map_selection(const SelectionMap& map, const Device& device) {
+void map_selection(const SelectionMap& map, const Device& device, Stream stream) {
+  begin_launch("map_selection");
+  if (device.kind == DeviceKind::kCuda) return map_selection_cuda_portable(map, device, stream);
   const ThreadScope threads(device.num_threads);
   ParallelFor(map.indices.shape[0], 16, [&](int64_t begin, int64_t end, int) {
     for (int64_t row = begin; row < end; ++row) map_row(map, row);
@@ -80,18 +83,24 @@ void map_selection(const SelectionMap& map, const Device& device) {
 }
 
 void mask_slots(const ConstTensorView& row_to_request, const ConstTensorView& slots,
-                const TensorView& store_slots) {
+                const TensorView& store_slots, const Device& device, Stream stream) {
+  begin_launch("mask_slots");
+  if (device.kind == DeviceKind::kCuda) {
+    return mask_slots_cuda_portable(row_to_request, slots, store_slots, device, stream);
+  }
   const auto request = access<const int32_t, 1>(row_to_request);
   const auto in = access<const int32_t, 1>(slots);
   const auto out = access<int32_t, 1>(store_slots);
   for (int64_t row = 0; row < out.shape[0]; ++row) out(row) = request(row) < 0 ? -1 : in(row);
 }
 
-void list_slots(const ConstTensorView& page_table, const ConstTensorView& kv_indptr,
-                int64_t page_size, const TensorView& slots, const Device& device) {
-  const auto pages = access<const int32_t, 2>(page_table);
-  const auto indptr = access<const int32_t, 1>(kv_indptr);
-  const auto out = access<int32_t, 1>(slots);
+void list_slots(const SlotList& list, const Device& device, Stream stream) {
+  begin_launch("list_slots");
+  if (device.kind == DeviceKind::kCuda) return list_slots_cuda_portable(list, device, stream);
+  const auto pages = access<const int32_t, 2>(list.page_table);
+  const auto indptr = access<const int32_t, 1>(list.kv_indptr);
+  const auto out = access<int32_t, 1>(list.slots);
+  const int64_t page_size = list.page_size;
   const ThreadScope threads(device.num_threads);
   ParallelFor(pages.shape[0], 1, [&](int64_t begin, int64_t end, int) {
     for (int64_t r = begin; r < end; ++r) {
@@ -99,7 +108,8 @@ void list_slots(const ConstTensorView& page_table, const ConstTensorView& kv_ind
       for (int64_t i = indptr(r); i < last; ++i) {
         const int64_t position = i - indptr(r);
         const int64_t page = position / page_size;
-        out(i) = slot_of(pages(r, page), page_size, position % page_size);
+        out(i) =
+            page < pages.shape[1] ? slot_of(pages(r, page), page_size, position % page_size) : -1;
       }
     }
   });

@@ -21,10 +21,11 @@ using test::StepOptions;
 constexpr ForwardMode kExtend = ForwardMode::kExtend;
 constexpr ForwardMode kDecode = ForwardMode::kDecode;
 
-class DsaAcceptanceTest : public testing::TestWithParam<RowFormat> {};
+class DsaAcceptanceTest : public test::RigTest {};
 INSTANTIATE_TEST_SUITE_P(Formats, DsaAcceptanceTest,
-                         testing::Values(RowFormat::kBf16, RowFormat::kV32),
-                         [](const auto& format) { return std::string(to_string(format.param)); });
+                         testing::Combine(testing::ValuesIn(test::kDevices),
+                                          testing::Values(RowFormat::kBf16, RowFormat::kV32)),
+                         test::rig_test_name);
 
 RowResults prompt(const DsaConfig& config, const StepOptions& options = {}, int threads = 1) {
   DsaRig rig(config, threads);
@@ -41,7 +42,7 @@ std::vector<double> values(const RowResult& row) {
 
 // The wrong style is invisible until a row has to choose.
 TEST_P(DsaAcceptanceTest, TheRopeStyleShowsOnlyInRowsLongerThanTopk) {
-  DsaConfig config = DsaRig::small_config(4, GetParam());
+  DsaConfig config = DsaRig::small_config(4, format());
   const RowResults half = prompt(config);
   config.index_rope_style = RopeStyle::kInterleaved;
   const RowResults interleaved = prompt(config);
@@ -60,7 +61,7 @@ TEST_P(DsaAcceptanceTest, TheRopeStyleShowsOnlyInRowsLongerThanTopk) {
 }
 
 TEST_P(DsaAcceptanceTest, ChunksOfAPromptAndOfItsLogitsChangeNoBit) {
-  DsaConfig config = DsaRig::small_config(4, GetParam());
+  DsaConfig config = DsaRig::small_config(4, format());
   const RowResults whole = prompt(config);
   for (const int64_t budget : {int64_t{1}, int64_t{700}, int64_t{1} << 20}) {
     config.logits_budget_bytes = budget;
@@ -80,7 +81,7 @@ TEST_P(DsaAcceptanceTest, ChunksOfAPromptAndOfItsLogitsChangeNoBit) {
 }
 
 TEST_P(DsaAcceptanceTest, TwentyRepeatsAreBitEqual) {
-  const DsaConfig config = DsaRig::small_config(4, GetParam());
+  const DsaConfig config = DsaRig::small_config(4, format());
   const RowResults first = prompt(config);
   for (int repeat = 0; repeat < 20; ++repeat) {
     ASSERT_TRUE(prompt(config, {}, 1 + repeat % 3) == first) << "repeat " << repeat;
@@ -88,7 +89,7 @@ TEST_P(DsaAcceptanceTest, TwentyRepeatsAreBitEqual) {
 }
 
 TEST_P(DsaAcceptanceTest, WithoutHostLengthsRowsStayWithinTolerance) {
-  DsaConfig config = DsaRig::small_config(4, GetParam());
+  DsaConfig config = DsaRig::small_config(4, format());
   const StepOptions none{.padded_rows = 0, .host_lengths = false};
   EXPECT_TRUE(prompt(config, none) == prompt(config));  // deterministic: no bit changes
   config.deterministic = false;

@@ -48,17 +48,19 @@ void expect_equal_rows(const RowResults& actual, const RowResults& expected) {
   }
 }
 
-class DsaBackendModes : public testing::TestWithParam<RowFormat> {};
+class DsaBackendModes : public test::RigTest {};
 INSTANTIATE_TEST_SUITE_P(Formats, DsaBackendModes,
-                         testing::Values(RowFormat::kBf16, RowFormat::kV32, RowFormat::kF576),
-                         [](const auto& format) { return std::string(to_string(format.param)); });
+                         testing::Combine(testing::ValuesIn(test::kDevices),
+                                          testing::Values(RowFormat::kBf16, RowFormat::kV32,
+                                                          RowFormat::kF576)),
+                         test::rig_test_name);
 
 // Every way to append tokens, wrong guesses rolled back and their slots written again.
 TEST_P(DsaBackendModes, AcceptedRowsEqualTheSameRowsDecodedOneByOne) {
-  const RowResults expected = one_by_one(GetParam());
+  const RowResults expected = one_by_one(format());
   for (const int64_t page_size : {1, 4, 64}) {
     for (const int threads : {1, 2}) {
-      DsaRig rig(speculative(page_size, GetParam()), threads, static_cast<uint64_t>(page_size));
+      DsaRig rig(speculative(page_size, format()), threads, static_cast<uint64_t>(page_size));
       const StepOptions options{.host_lengths = threads == 1};
       rig.step(kExtend, {{0, 7}, {1, 2}}, options);
       rig.step(kVerify, {{0, 1}, {1, 3}}, options);   // 8, 5
@@ -78,8 +80,8 @@ TEST_P(DsaBackendModes, AcceptedRowsEqualTheSameRowsDecodedOneByOne) {
 }
 
 TEST_P(DsaBackendModes, PaddingFollowsTheRowsOfEveryMode) {
-  const RowResults expected = one_by_one(GetParam());
-  DsaRig rig(speculative(4, GetParam()), 2);
+  const RowResults expected = one_by_one(format());
+  DsaRig rig(speculative(4, format()), 2);
   const StepOptions padded{.padded_rows = 11};
   rig.step(kExtend, {{0, 9}, {1, 5}}, {.padded_rows = 16});
   for (const ForwardMode mode : {kVerify, kDraft, kDraftV2, kDecode}) {
@@ -99,8 +101,8 @@ TEST_P(DsaBackendModes, PaddingFollowsTheRowsOfEveryMode) {
 
 // The engine knows only that no request has more than N rows.
 TEST_P(DsaBackendModes, DraftExtendTakesABoundForItsRows) {
-  const RowResults expected = one_by_one(GetParam());
-  DsaRig rig(speculative(4, GetParam()), 1);
+  const RowResults expected = one_by_one(format());
+  DsaRig rig(speculative(4, format()), 1);
   rig.step(kExtend, {{0, 20}, {1, 6}});
   const StepOptions bound{.padded_rows = 8, .rows_bound = 6, .host_lengths = false};
   rig.step(kDraft, {{0, 2}, {1, 1}}, bound);

@@ -98,15 +98,17 @@ std::vector<std::pair<std::string, std::vector<double>>> fields_of(const Metadat
   return all;
 }
 
-class DsaStepPlans : public testing::TestWithParam<RowFormat> {};
+class DsaStepPlans : public test::RigTest {};
 INSTANTIATE_TEST_SUITE_P(Formats, DsaStepPlans,
-                         testing::Values(RowFormat::kBf16, RowFormat::kV32, RowFormat::kF576),
-                         [](const auto& format) { return std::string(to_string(format.param)); });
+                         testing::Combine(testing::ValuesIn(test::kDevices),
+                                          testing::Values(RowFormat::kBf16, RowFormat::kV32,
+                                                          RowFormat::kF576)),
+                         test::rig_test_name);
 
 TEST_P(DsaStepPlans, ReplayedInAlternationTheyEqualDecodedRows) {
-  const RowResults expected = one_by_one(small(GetParam()));
+  const RowResults expected = one_by_one(small(format()));
   for (const int threads : {1, 2}) {
-    DsaRig rig(small(GetParam()), threads);
+    DsaRig rig(small(format()), threads);
     DsaBackend& backend = rig.backend();
     DsaStepPlan decode = backend.make_step_plan({kDecode, 3, 1});
     DsaStepPlan verify = backend.make_step_plan({kVerify, 3, 3});
@@ -131,7 +133,7 @@ TEST_P(DsaStepPlans, ReplayedInAlternationTheyEqualDecodedRows) {
 }
 
 TEST_P(DsaStepPlans, OneOfEachInAPlanLeavesTheOthersAndTheEagerStepAlone) {
-  DsaRig rig(small(GetParam()), 1);
+  DsaRig rig(small(format()), 1);
   DsaStepPlan decode = rig.backend().make_step_plan({kDecode, 2, 1});
   DsaStepPlan verify = rig.backend().make_step_plan({kVerify, 2, 3});
   rig.step(kExtend, {{0, 9}, {1, 5}});
@@ -286,9 +288,9 @@ TEST(DsaStepPlan, OnlyPaddedRequestsMayHaveFewerTokensThanRows) {
 }
 
 TEST_P(DsaStepPlans, AChainOfDraftsEqualsDecodedRows) {
-  const RowResults expected = one_by_one(small(GetParam()));
+  const RowResults expected = one_by_one(small(format()));
   for (const bool host_lengths : {true, false}) {
-    DsaRig rig(small(GetParam()), 2);
+    DsaRig rig(small(format()), 2);
     std::vector<DsaStepPlan> plans;
     for (int j = 0; j < 8; ++j) plans.push_back(rig.backend().make_step_plan({kDecode, 3, 1}));
     const auto first = [&](size_t count) {

@@ -65,7 +65,7 @@ struct Condition {
 std::vector<Condition> one_shot_conditions() {
   return {
       {"mode", [](auto&, auto&, auto& f) { f.mode = ForwardMode::kDecode; }},
-      {"device", [](auto&, auto& d, auto&) { d.kind = DeviceKind::kCuda; }},
+      {"device", [](auto&, auto& d, auto&) { d.kind = static_cast<DeviceKind>(9); }},
       {"inputs", [](auto&, auto&, auto& f) { f.mha_inputs = false; }},
       {"deterministic", [](auto& c, auto&, auto&) { c.deterministic = true; }},
       {"absorbed", [](auto& c, auto&, auto&) { c.force_absorbed = true; }},

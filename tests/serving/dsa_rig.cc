@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 
 #include "fovea/row_codec.h"
+#include "fovea/stream.h"
 #include "tests/support/rng.h"
 
 namespace fovea::test {
@@ -80,9 +81,17 @@ DsaConfig DsaRig::small_config(int64_t page_size, RowFormat row_format) {
   return config;
 }
 
+namespace {
+std::string rig_device = "cpu";
+}  // namespace
+
+void RigDevice::use(const std::string& device) { rig_device = device; }
+Device RigDevice::get(int threads) { return parse_device(rig_device, threads); }
+
 DsaRig::DsaRig(const DsaConfig& config, int threads, uint64_t page_seed)
     : config_(config),
-      backend_(config, Device::cpu(threads)),
+      device_(RigDevice::get(threads)),
+      backend_(config, device_),
       req_to_token_(DType::kI32, {kMaxRequests + 1, config.table_width}),
       cos_sin_(make_cos_sin(config.table_width, config.rope_dim)),
       norm_weight_(make_norm_weight(config.index_dim)),
@@ -257,6 +266,7 @@ void DsaRig::step(ForwardMode mode, const std::vector<std::pair<int, int>>& requ
     backend_.begin_step(in.batch, options.plan);
     backend_.forward(*options.plan, layer, tensors);
   }
+  synchronize(device_);
   if (!options.adjust && options.give_indices) {
     collect(work, options.plan != nullptr ? options.plan->dispatch() : backend_.dispatch());
   }
@@ -311,6 +321,7 @@ void DsaRig::run_rank(Inputs& in, const ContextSplit& split, int rank, const Ste
   if (options.adjust_rank) options.adjust_rank(rank, batch, tensors);
   backend_.begin_step(batch);
   backend_.forward(layer, tensors);
+  synchronize(device_);
   for (const auto& [rows, whole] :
        {std::pair{&out, &whole_out}, {&lse, &whole_lse}, {&indices, &whole_indices}}) {
     put_rows(*rows, split.rank_rows, *whole);
@@ -349,6 +360,7 @@ void DsaRig::draft_chain(const std::vector<int>& requests, const std::vector<Dsa
     DsaForwardTensors tensors = forward_tensors(inputs[j].rows, inputs[j].extent);
     tensors.indices = indices;
     backend_.forward(*plans[j], layer, tensors);
+    synchronize(device_);
     collect(work[j], plans[j]->dispatch());
   }
 }

@@ -4,10 +4,14 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "fovea/dsa_backend.h"
+#include "tests/support/devices.h"
 #include "tests/support/memory.h"
 
 namespace fovea::test {
@@ -55,6 +59,34 @@ struct StepOptions {
   /// Changes what the backend gets; the rows are not collected then.
   std::function<void(ForwardBatch&, DsaForwardTensors&)> adjust = {};
 };
+
+/// Where the rigs of a test run.
+class RigDevice {
+ public:
+  /// Until the next one; every backend of the tests reads its own memory.
+  static void use(const std::string& device);
+  static Device get(int threads);
+};
+
+/// Base of suites that run a rig on every device, with every format of a list.
+class RigTest : public testing::TestWithParam<std::tuple<const char*, RowFormat>> {
+ protected:
+  void SetUp() override {
+    const std::string device = std::get<0>(GetParam());
+    if (const std::string reason = why_skipped(device); !reason.empty()) GTEST_SKIP() << reason;
+    RigDevice::use(device);
+    readable_.emplace(RigDevice::get(1));
+  }
+  void TearDown() override { RigDevice::use("cpu"); }
+  static RowFormat format() { return std::get<1>(GetParam()); }
+
+ private:
+  std::optional<ReadableDeviceMemory> readable_;
+};
+inline std::string rig_test_name(const testing::TestParamInfo<RigTest::ParamType>& info) {
+  const std::string format(to_string(std::get<1>(info.param)));
+  return std::get<0>(info.param) == std::string("cpu") ? format : format + "_cuda";
+}
 
 /// A small engine around one layer: owns pools and the request table, and hands out pages in a
 /// shuffled order. Whatever was never written holds NaN bytes.
@@ -113,6 +145,7 @@ class DsaRig {
   int64_t position_of(const Request& request, int32_t slot) const;
 
   DsaConfig config_;
+  Device device_;
   DsaBackend backend_;
   Tensor kv_pool_, index_pool_, req_to_token_;
   Tensor cos_sin_, norm_weight_, norm_bias_;

@@ -81,13 +81,13 @@ TEST(ListSlots, ListsEveryTokenOnceAndStopsAtTheArray) {
   const Tensor indptr = Tensor::i32({4}, {0, 4, 6, 7});
   Tensor slots(DType::kI32, {8});
   slots.fill_bytes(0xAB);
-  list_slots(table, indptr, 3, slots, Device::cpu(2));
+  list_slots({table, indptr, 3, slots}, Device::cpu(2));
   Values expected = {15, 16, 17, 6, -1, -1, -1};
   expected.push_back(slots.data<int32_t>()[7]);
   EXPECT_EQ(slots.values<int32_t>(), expected);
   const Tensor past = Tensor::i32({4}, {0, 4, 6, 1000000});
   const Tensor narrow_table = Tensor::i32({3, 400000}, Values(1200000, 1));
-  list_slots(narrow_table, past, 3, slots, Device::cpu(1));  // 8 entries, not a million
+  list_slots({narrow_table, past, 3, slots}, Device::cpu(1));  // 8 entries, not a million
 }
 
 }  // namespace

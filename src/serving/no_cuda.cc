@@ -1,0 +1,27 @@
+#include "src/core/no_cuda.h"
+
+#include "src/serving/selection_map.h"
+#include "src/serving/step_rows.h"
+
+// The kernels of the room in a build without CUDA: no backend has a device that asks for them.
+namespace fovea::internal {
+
+void map_selection_cuda_portable(const SelectionMap&, const Device&, Stream) {
+  without_cuda("map_selection");
+}
+void mask_slots_cuda_portable(const ConstTensorView&, const ConstTensorView&, const TensorView&,
+                              const Device&, Stream) {
+  without_cuda("mask_slots");
+}
+void list_slots_cuda_portable(const SlotList&, const Device&, Stream) {
+  without_cuda("list_slots");
+}
+void pick_entries_cuda_portable(const ConstTensorView&, std::span<const int32_t>, const TensorView&,
+                                const Device&, Stream) {
+  without_cuda("pick_entries");
+}
+void clear_padding_cuda_portable(const PaddingRows&, const Device&, Stream) {
+  without_cuda("clear_padding");
+}
+
+}  // namespace fovea::internal

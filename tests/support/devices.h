@@ -1,0 +1,55 @@
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+
+#include "fovea/device_memory.h"
+#include "src/core/cuda_runtime.h"
+
+/// Suites that run on the CPU and on a GPU with the same tensors (support/device_heap.h).
+namespace fovea::test {
+
+inline const char* const kDevices[] = {"cpu", "cuda:0"};
+
+/// "cpu", "cuda": for names of test cases.
+inline std::string device_name(const std::string& device) {
+  return device.substr(0, device.find(':'));
+}
+
+/// Why a suite cannot run on the device; empty when it can.
+inline std::string why_skipped(const std::string& device) {
+  if (device == "cpu" || cuda_device_count() > 0) return "";
+  return internal::cuda::unavailable_reason();
+}
+
+/// While it lives, what the library allocates on the device is memory that a test may read: on a
+/// GPU the test's own, mapped heap.
+class ReadableDeviceMemory {
+ public:
+  explicit ReadableDeviceMemory(const Device& device) : device_(device) {
+    if (is_needed()) set_memory_resource(device, std::make_shared<MappedHeap>());
+  }
+  ~ReadableDeviceMemory() {
+    if (is_needed()) set_memory_resource(device_, nullptr);
+  }
+  ReadableDeviceMemory(const ReadableDeviceMemory&) = delete;
+  ReadableDeviceMemory& operator=(const ReadableDeviceMemory&) = delete;
+
+ private:
+  class MappedHeap : public MemoryResource {
+   public:
+    void* allocate(size_t bytes, Stream) noexcept override {
+      return ::operator new (bytes, std::align_val_t{256}, std::nothrow);
+    }
+    void release(void* data, size_t, Stream) noexcept override {
+      ::operator delete (data, std::align_val_t{256});
+    }
+  };
+  bool is_needed() const { return device_.kind == DeviceKind::kCuda; }
+
+  Device device_;
+};
+
+}  // namespace fovea::test
