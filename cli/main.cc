@@ -179,8 +179,8 @@ void add_replay(CLI::App& app, ReplayVerbOptions* options) {
       ->check(CLI::Range(0.0, 1.0));
   verb->add_option("--draft-mode", options->draft_mode,
                    "v1: draft extend of the accepted rows (default); v2: of every verified row");
-  verb->add_flag("--graph", options->graph, "Captured graphs: not in this build yet")
-      ->group("Later");
+  verb->add_flag("--graph", options->replay.graph,
+                 "Decode steps and rounds of drafts as captured graphs");
   verb->add_option("--json", options->json_path, "Write the result as JSON");
   verb->add_option("--report", options->report_path, "Write an HTML report");
   add_settings(verb, &options->settings);
@@ -306,6 +306,8 @@ Device RunSettings::parsed_device() const {
   try {
     return parse_device(device, threads);
   } catch (const Error& error) {
+    // A device that exists elsewhere is no typing error.
+    if (error.code() == ErrorCode::kUnsupported) throw;
     throw UsageError(error.what());
   }
 }

@@ -24,10 +24,6 @@ void check_model(const std::string& model) {
   throw UsageError(fmt::format("unknown model '{}'; this build has: {}", model, known));
 }
 
-void refuse_later_options(const ReplayVerbOptions& options) {
-  if (options.graph) throw UsageError("--graph: captured graphs are not in this build yet");
-}
-
 // Both mean nothing without drafts.
 void set_draft_options(const ReplayVerbOptions& options, ReplayOptions* result) {
   const bool drafts = result->draft_tokens > 0;
@@ -40,6 +36,8 @@ void set_draft_options(const ReplayVerbOptions& options, ReplayOptions* result) 
 ReplayOptions library_options(const ReplayVerbOptions& options) {
   ReplayOptions result = options.replay;
   result.device = options.settings.parsed_device();
+  // The CPU makes tensors and checks rows, wherever the backend runs.
+  result.device.num_threads = Device::cpu(options.settings.threads).num_threads;
   result.implementation = options.settings.implementation;
   try {
     result.arrivals = parse_arrivals(options.arrivals);
@@ -88,11 +86,12 @@ void print_operators(const ReplayResult& result) {
 }
 
 void print_modes(const ReplayResult& result) {
-  if (!result.drafts) return;
-  fmt::print("\n{:<18} {:>8} {:>10} {:>10}\n", "step", "count", "rows", "ms");
+  if (!result.drafts && !result.graphs) return;
+  fmt::print("\n{:<18} {:>8} {:>10} {:>10} {:>8} {:>8} {:>8}\n", "step", "count", "rows", "ms",
+             "p50 ms", "p90 ms", "p99 ms");
   for (const StepKindTotals& totals : step_kind_totals(result)) {
-    fmt::print("{:<18} {:>8} {:>10} {:>10.1f}\n", to_string(totals.kind), totals.count, totals.rows,
-               totals.ms);
+    fmt::print("{:<18} {:>8} {:>10} {:>10.1f} {:>8.2f} {:>8.2f} {:>8.2f}\n", to_string(totals.kind),
+               totals.count, totals.rows, totals.ms, totals.p50_ms, totals.p90_ms, totals.p99_ms);
   }
   fmt::print("\n{:<18} {:<10} {:>8} {:>10} {:>10}\n", "forward mode", "model", "batches", "rows",
              "ms");
@@ -151,6 +150,10 @@ void print_summary(const ReplayResult& result) {
              result.prefill_tokens_per_s, result.decode_tokens_per_s);
   fmt::print("steps       {}: p50 {:.2f} ms, p90 {:.2f} ms, p99 {:.2f} ms\n", result.steps.size(),
              result.step_p50_ms, result.step_p90_ms, result.step_p99_ms);
+  if (result.graphs) {
+    fmt::print("graphs      {} captured, {} replayed\n", result.graphs->captures,
+               result.graphs->replays);
+  }
   print_drafts(result);
   fmt::print("digest      selection {:016x}, output {:016x} over {} rows\n",
              result.digest_selection, result.digest_output, result.digest_rows);
@@ -162,7 +165,6 @@ void print_summary(const ReplayResult& result) {
 }  // namespace
 
 int replay(const ReplayVerbOptions& options) {
-  refuse_later_options(options);
   check_model(options.replay.model);
   const ReplayOptions replay_options = library_options(options);
   const TraceFormat format = trace_format(options.format);

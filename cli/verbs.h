@@ -84,7 +84,6 @@ struct ReplayVerbOptions {
   int64_t seed = 0;
   std::optional<double> accept;
   std::optional<std::string> draft_mode;
-  bool graph = false;
   std::string json_path;
   std::string report_path;
 };

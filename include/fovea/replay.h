@@ -60,6 +60,7 @@ struct VirtualCostModel {
 
 struct ReplayOptions {
   std::string model = "deepseek-v3.2";
+  /// Where the backend runs. num_threads: of the CPU, which on a GPU makes tensors and checks rows.
   Device device = Device{};
   int64_t tp = 1;                  ///< Tensor parallel size; divides the model's heads.
   std::string layers = "pattern";  ///< "pattern" (one of each kind), "all", a number N (the first
@@ -70,9 +71,9 @@ struct ReplayOptions {
   int64_t topk = 0;                ///< Selection width; 0: the model's.
   int64_t page = 0;      ///< Tokens per page; 0: the model's, made smaller until it divides 512/S.
   int64_t chunk = 8192;  ///< Prefill rows per step.
-  int64_t max_batch = 64;  ///< Requests running at once.
-  int64_t cache_tokens =
-      0;  ///< Capacity of the cache; 0: enough for the whole trace, at most 4 GiB.
+  int64_t max_batch = 64;    ///< Requests running at once.
+  int64_t cache_tokens = 0;  ///< Capacity of the cache; 0: enough for the whole trace, at most 4
+                             ///< GiB on the CPU, 60 % of a GPU's free memory.
   bool prefix_sharing = true;
   bool mixed = false;        ///< Decode rows join prefill chunks; such a step drafts nothing.
   int64_t draft_tokens = 0;  ///< D, tokens drafted per request and round, 1..kMaxDraftTokens; 0: no
@@ -85,6 +86,9 @@ struct ReplayOptions {
   VirtualCostModel virtual_cost;
   uint64_t seed = 0;
   bool deterministic = true;
+  /// Decode steps and rounds of drafts run in step plans of 1, 2, 4, ... requests, each captured
+  /// once, metadata and all layers, and replayed. The CPU runs the recorded calls one by one.
+  bool graph = false;
   int64_t check_rows = 0;      ///< Rows to recompute in fp64; 0: none.
   std::string implementation;  ///< Forces one implementation for every operator that has it.
   std::optional<ThroughputLimits> ceilings;  ///< Of this machine, for roofline shares.
@@ -95,11 +99,11 @@ struct ReplayOptions {
 struct ReplayLayer {
   int64_t id = 0;
   std::string kind;  ///< "dsa", or "draft" for the layer of the draft model
-  double ms = 0;     ///< Time of its forward calls.
+  double ms = 0;     ///< Time of its forward calls; of a replayed graph an equal share.
   int64_t checked_rows = 0;
 };
 
-/// Totals of one operator on the layers of one kind.
+/// Totals of one operator on the layers of one kind, of the calls that were no part of a graph.
 struct ReplayOperator {
   std::string name;
   std::string layer_kind;
@@ -163,6 +167,13 @@ struct ReplayDrafts {
   int64_t rolled_back_rows = 0;  ///< Rows of the verifications that did not stay.
   /// Verifications by accepted tokens, 0..draft_tokens.
   std::vector<int64_t> accepted_lengths;
+};
+
+/// Captured graphs: one per bucket of requests and part of a round.
+struct ReplayGraphs {
+  int64_t captures = 0;
+  int64_t replays = 0;
+  int64_t nodes = 0;  ///< Kernels, copies and fills of all of them; 0 on the CPU.
 };
 
 enum class RequestOutcome : uint8_t { kCompleted, kRejected };
@@ -268,6 +279,7 @@ struct ReplayResult {
   std::vector<ReplayOperator> ops;
   std::vector<ReplayMode> modes;       ///< In the order in which they first ran.
   std::optional<ReplayDrafts> drafts;  ///< With draft_tokens > 0.
+  std::optional<ReplayGraphs> graphs;  ///< With options.graph.
   std::vector<ReplayStep> steps;
   std::vector<ReplayRequest> requests;
 
@@ -281,6 +293,9 @@ struct StepKindTotals {
   int64_t count = 0;
   int64_t rows = 0;  ///< That stay.
   double ms = 0;     ///< Sum of step_ms.
+  double p50_ms = 0;
+  double p90_ms = 0;
+  double p99_ms = 0;
 };
 
 /// Of the kinds that ran, in the order of StepKind.
@@ -304,7 +319,8 @@ FOVEA_API std::vector<std::string> replay_models();
 
 /// Runs a trace. The composition of every step is a pure function of trace, options and seed.
 /// Digests are equal for any thread count, chunk, batch, page and sharing when
-/// options.deterministic, and with and without drafts of any number, mode and acceptance.
+/// options.deterministic, and with and without graphs and drafts of any number, mode and
+/// acceptance. No equality is promised between a CPU and a GPU.
 ///
 /// Throws Error(kInvalidArgument) naming the option before anything runs: unknown model (lists what
 /// exists), tp that does not divide the heads, scale that does not divide 512, values below their

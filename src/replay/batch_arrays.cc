@@ -89,6 +89,11 @@ void BatchArrays::pad_rows(int64_t num_rows) {
   out_cache_loc_.resize(positions_.size(), -1);
 }
 
+void BatchArrays::bound_rows(int64_t num_rows) {
+  pad_rows(num_rows - num_padded_rows());
+  num_rows_ = num_rows;
+}
+
 ConstTensorView BatchArrays::positions() const { return i32_view(positions_); }
 
 ConstTensorView BatchArrays::out_cache_loc() const { return i32_view(out_cache_loc_); }

@@ -37,6 +37,10 @@ class BatchArrays {
   /// Appends rows of padding, which belong to no request.
   void pad_rows(int64_t num_rows);
 
+  /// Appends rows of padding up to `num_rows`, which becomes the batch's bound of rows: an engine
+  /// that replays a captured DRAFT_EXTEND does not know how many rows stay.
+  void bound_rows(int64_t num_rows);
+
   ForwardBatch batch(const ConstTensorView& req_to_token) const;
   /// The same without host lengths, as an engine has it that replays a captured step.
   ForwardBatch device_batch(const ConstTensorView& req_to_token) const;

@@ -45,12 +45,12 @@ void cached_latent_key(const DsaInputs& inputs, int64_t layer, uint64_t token_id
 }  // namespace
 
 DsaChecker::DsaChecker(const DsaInputs& inputs, std::vector<int64_t> layers, int64_t topk,
-                       const std::string& implementation)
+                       const CodecChoice& run)
     : inputs_(inputs),
       layers_(std::move(layers)),
       topk_(topk),
-      reference_(inputs, "ref"),
-      run_(inputs, implementation) {}
+      reference_(inputs, {"ref"}),
+      run_(inputs, run) {}
 
 void DsaChecker::fail(const DsaSample& sample, const char* op, const char* kind, std::string detail,
                       CheckVerdict* verdict) const {

@@ -27,10 +27,10 @@ struct DsaSample {
 /// Thread-safe.
 class DsaChecker {
  public:
-  /// `layers`: model layer ids, by index; `topk`: selection width of the run; `implementation`:
-  /// what the run forces, empty for the best.
+  /// `layers`: model layer ids, by index; `topk`: selection width of the run; `run`: where it ran
+  /// and what it forces.
   DsaChecker(const DsaInputs& inputs, std::vector<int64_t> layers, int64_t topk,
-             const std::string& implementation = "");
+             const CodecChoice& run = {});
 
   /// Verdicts of samples, in their order; runs in parallel inside the caller's ThreadScope.
   ///

@@ -37,15 +37,6 @@ KvPoolConfig pool_config(const RunSetup& setup, const EngineConfig& bounds, RowF
           setup.page_size};
 }
 
-size_t bytes_of(int64_t rows, int64_t width, DType dtype) {
-  return static_cast<size_t>(rows * width) * size_of(dtype);
-}
-
-template <class T>
-std::span<T> row_of(HostBuffer& buffer, int64_t row, int64_t width) {
-  return {static_cast<T*>(buffer.data()) + row * width, static_cast<size_t>(width)};
-}
-
 }  // namespace
 
 DsaEngine::DsaEngine(const RunSetup& setup, const RunPlan& plan, EngineConfig config)
@@ -58,25 +49,39 @@ DsaEngine::DsaEngine(const RunSetup& setup, const RunPlan& plan, EngineConfig co
                   setup.device),
       reader_(this->config().num_pages, setup.page_size, setup.device.num_threads) {
   const DsaShape& shape = inputs_.shape();
-  const int64_t rows = max_rows();
+  const Device& device = setup.device;
   const int64_t heads = inputs_.num_heads();
-  const int64_t positions = this->config().table_width;
-  q_.reserve(bytes_of(rows, heads * kDsaRowWidth, DType::kBf16));
-  k_.reserve(bytes_of(rows, kDsaRowWidth, DType::kBf16));
-  index_q_.reserve(bytes_of(rows, shape.index_heads * shape.index_dim, DType::kBf16));
-  index_k_.reserve(bytes_of(rows, shape.index_dim, DType::kBf16));
-  head_gate_.reserve(bytes_of(rows, shape.index_heads, DType::kF32));
-  out_.reserve(bytes_of(rows, heads * kLatentDim, DType::kBf16));
-  lse_.reserve(bytes_of(rows, heads, DType::kF32));
-  indices_.reserve(bytes_of(rows, setup.topk, DType::kI32));
-  cos_sin_.resize(static_cast<size_t>(positions * shape.rope_dim));
-  generate_cos_sin(positions, shape.rope_dim, cos_sin_.data());
-  for (const int64_t layer : setup.layers) {
-    norm_weight_.emplace_back(static_cast<size_t>(shape.index_dim));
-    norm_bias_.emplace_back(static_cast<size_t>(shape.index_dim));
-    inputs_.norm(layer, norm_weight_.back(), norm_bias_.back());
+  for (const int64_t rows : slot_rows()) {
+    Slot slot;
+    slot.q = {device, DType::kBf16, {rows, heads, kDsaRowWidth}};
+    slot.k = {device, DType::kBf16, {rows, kDsaRowWidth}};
+    slot.index_q = {device, DType::kBf16, {rows, shape.index_heads, shape.index_dim}};
+    slot.index_k = {device, DType::kBf16, {rows, shape.index_dim}};
+    slot.head_gate = {device, DType::kF32, {rows, shape.index_heads}};
+    slot.out = {device, DType::kBf16, {rows, heads, kLatentDim}};
+    slot.lse = {device, DType::kF32, {rows, heads}};
+    slot.indices = {device, DType::kI32, {rows, setup.topk}};
+    slots_.push_back(std::move(slot));
   }
+  const int64_t positions = this->config().table_width;
+  cos_sin_ = {device, DType::kF32, {positions, shape.rope_dim}};
+  generate_cos_sin(positions, shape.rope_dim, static_cast<float*>(cos_sin_.host(positions).data));
+  cos_sin_.upload(0, positions, {});
+  norm_weight_ = {device, DType::kF32, {num_layers(), shape.index_dim}};
+  norm_bias_ = {device, DType::kF32, {num_layers(), shape.index_dim}};
+  for (int64_t l = 0; l < num_layers(); ++l) {
+    inputs_.norm(setup.layers[static_cast<size_t>(l)], norm_weight_.row<float>(l),
+                 norm_bias_.row<float>(l));
+  }
+  norm_weight_.upload(0, num_layers(), {});
+  norm_bias_.upload(0, num_layers(), {});
   backend_.set_profile(profile());
+  // The stream of the steps is not ordered behind the default one.
+  synchronize(device);
+}
+
+void DsaEngine::collect_profile() {
+  if (setup().device.kind == DeviceKind::kCuda) backend_.set_profile(profile());
 }
 
 int64_t DsaEngine::sample_bytes() const {
@@ -84,101 +89,103 @@ int64_t DsaEngine::sample_bytes() const {
 }
 
 void DsaEngine::make_plans(GroupKind kind, int64_t bucket) {
-  const int64_t rows = setup().draft_tokens + 1;
+  const ForwardMode mode = kind == GroupKind::kVerify             ? ForwardMode::kTargetVerify
+                           : kind != GroupKind::kDraftExtend      ? ForwardMode::kDecode
+                           : setup().draft_mode == DraftMode::kV1 ? ForwardMode::kDraftExtend
+                                                                  : ForwardMode::kDraftExtendV2;
+  const int64_t count = kind == GroupKind::kChain ? num_draft_steps() : 1;
   std::vector<DsaStepPlan> made;
-  if (kind == GroupKind::kChain) {
-    for (int64_t j = 0; j < num_draft_steps(); ++j) {
-      made.push_back(backend_.make_step_plan({ForwardMode::kDecode, bucket, 1}));
-    }
-  } else {
-    const ForwardMode mode = kind == GroupKind::kVerify             ? ForwardMode::kTargetVerify
-                             : setup().draft_mode == DraftMode::kV1 ? ForwardMode::kDraftExtend
-                                                                    : ForwardMode::kDraftExtendV2;
-    made.push_back(backend_.make_step_plan({mode, bucket, rows}));
+  for (int64_t i = 0; i < count; ++i) {
+    made.push_back(backend_.make_step_plan({mode, bucket, rows_per_request(kind)}));
   }
   plans_.insert_or_assign({kind, bucket}, std::move(made));
 }
 
 void DsaEngine::begin(const StepGroup& group) {
-  const BatchArrays& first = group.batches.front();
+  ForwardBatch batch = group.forward.front();
   if (group.kind == GroupKind::kBatch) {
-    backend_.begin_step(first.batch(group.req_to_token));
+    backend_.begin_step(batch, stream());
     return;
   }
   std::vector<DsaStepPlan>& plans = this->plans(group);
-  ForwardBatch batch = first.device_batch(group.req_to_token);
   if (group.kind != GroupKind::kChain) {
-    backend_.begin_step(batch, &plans.front());
+    backend_.begin_step(batch, &plans.front(), stream());
     return;
   }
   std::vector<DraftStep> steps;
   for (size_t j = 0; j < plans.size(); ++j) {
-    const BatchArrays& rows = group.batches[j];
-    steps.push_back({&plans[j], rows.positions(), rows.out_cache_loc(), std::nullopt});
+    const ForwardBatch& step = group.forward[j];
+    steps.push_back({&plans[j], step.positions, step.out_cache_loc, std::nullopt});
   }
   batch.positions = {};
   batch.out_cache_loc = {};
-  backend_.begin_draft_steps(batch, steps);
+  backend_.begin_draft_steps(batch, steps, stream());
 }
 
 // Rows of padding keep what an earlier call left there.
 void DsaEngine::stage(const LayerCall& call) {
-  const DsaShape& shape = inputs_.shape();
+  Slot& in = slot(call);
   for_each_row(call, [&](int64_t t, const RowToken& row) {
-    inputs_.query(call.layer, row, row_of<bf16_t>(q_, t, inputs_.num_heads() * kDsaRowWidth));
-    inputs_.latent_key(call.layer, row.token_id, row_of<bf16_t>(k_, t, kDsaRowWidth));
-    inputs_.index_query(call.layer, row,
-                        row_of<bf16_t>(index_q_, t, shape.index_heads * shape.index_dim));
-    inputs_.index_key(call.layer, row.token_id, row_of<bf16_t>(index_k_, t, shape.index_dim));
-    inputs_.head_gate(call.layer, row.token_id, row_of<float>(head_gate_, t, shape.index_heads));
+    inputs_.query(call.layer, row, in.q.row<bf16_t>(t));
+    inputs_.latent_key(call.layer, row.token_id, in.k.row<bf16_t>(t));
+    inputs_.index_query(call.layer, row, in.index_q.row<bf16_t>(t));
+    inputs_.index_key(call.layer, row.token_id, in.index_k.row<bf16_t>(t));
+    inputs_.head_gate(call.layer, row.token_id, in.head_gate.row<float>(t));
   });
+  const auto rows = static_cast<int64_t>(call.rows().rows().size());
+  for (StagedTensor* tensor : {&in.q, &in.k, &in.index_q, &in.index_k, &in.head_gate}) {
+    tensor->upload(0, rows, stream());
+  }
 }
 
 DsaForwardTensors DsaEngine::tensors(const LayerCall& call) {
-  const DsaShape& shape = inputs_.shape();
+  Slot& slot = this->slot(call);
   const int64_t rows = call.rows().num_padded_rows();
-  const int64_t heads = inputs_.num_heads();
-  const auto l = static_cast<size_t>(call.layer_index);
   DsaForwardTensors result;
-  result.q = make_tensor(q_.data(), DType::kBf16, {rows, heads, kDsaRowWidth});
-  result.k = make_tensor(k_.data(), DType::kBf16, {rows, kDsaRowWidth});
-  result.index_q =
-      make_tensor(index_q_.data(), DType::kBf16, {rows, shape.index_heads, shape.index_dim});
-  result.index_k = make_tensor(index_k_.data(), DType::kBf16, {rows, shape.index_dim});
-  result.norm_weight = make_tensor(norm_weight_[l].data(), DType::kF32, {shape.index_dim});
-  result.norm_bias = make_tensor(norm_bias_[l].data(), DType::kF32, {shape.index_dim});
-  result.head_gate = make_tensor(head_gate_.data(), DType::kF32, {rows, shape.index_heads});
-  result.cos_sin =
-      make_tensor(cos_sin_.data(), DType::kF32, {config().table_width, shape.rope_dim});
+  result.q = slot.q.on_device(rows);
+  result.k = slot.k.on_device(rows);
+  result.index_q = slot.index_q.on_device(rows);
+  result.index_k = slot.index_k.on_device(rows);
+  result.norm_weight = norm_weight_.row_on_device(call.layer_index);
+  result.norm_bias = norm_bias_.row_on_device(call.layer_index);
+  result.head_gate = slot.head_gate.on_device(rows);
+  result.cos_sin = cos_sin_.on_device(config().table_width);
   result.kv_pool = kv_pool_.layer(call.layer_index);
   result.index_pool = index_pool_.layer(call.layer_index);
-  result.indices = make_tensor(indices_.data(), DType::kI32, {rows, setup().topk});
-  result.out = make_tensor(out_.data(), DType::kBf16, {rows, heads, kLatentDim});
-  result.lse = make_tensor(lse_.data(), DType::kF32, {rows, heads});
+  result.indices = slot.indices.on_device(rows);
+  result.out = slot.out.on_device(rows);
+  result.lse = slot.lse.on_device(rows);
   return result;
 }
 
 void DsaEngine::forward(const LayerCall& call) {
   const DsaLayer layer{call.layer, inputs_.shape().softmax_scale};
   if (call.group.kind == GroupKind::kBatch) {
-    backend_.forward(layer, tensors(call));
+    backend_.forward(layer, tensors(call), stream());
   } else {
-    backend_.forward(plans(call.group)[static_cast<size_t>(call.batch_index)], layer,
-                     tensors(call));
+    backend_.forward(plans(call.group)[static_cast<size_t>(call.batch_index)], layer, tensors(call),
+                     stream());
   }
 }
 
 Digest DsaEngine::read(const LayerCall& call) {
-  const DsaForwardTensors outputs = tensors(call);
+  Slot& slot = this->slot(call);
+  const RowRange range = rows_to_read(call);
+  const RowRange sampled = sampled_rows(call);
+  slot.indices.download(range.begin, range.end, stream());
+  slot.out.download(range.begin, range.end, stream());
+  slot.lse.download(sampled.begin, sampled.end, stream());
+  synchronize(setup().device, stream());
+  const int64_t rows = call.rows().num_padded_rows();
   DsaLayerRows layer;
   layer.layer_index = call.layer_index;
   layer.layer = call.layer;
-  layer.indices = outputs.indices;
-  layer.out = outputs.out;
-  layer.lse = outputs.lse;
+  layer.indices = slot.indices.host(rows);
+  layer.out = slot.out.host(rows);
+  layer.lse = slot.lse.host(rows);
   layer.rows = call.rows().rows();
   layer.batch = call.group.step;
-  layer.req_to_token = call.group.req_to_token;
+  layer.req_to_token = call.group.scheduler->table().view();
   reader_.take_samples(layer, filter(), samples_.of_step());
   return call.draft ? Digest{} : reader_.digest(layer, filter(), inputs_.workload());
 }
@@ -186,7 +193,8 @@ Digest DsaEngine::read(const LayerCall& call) {
 std::vector<CheckedRow> DsaEngine::check_samples() {
   const std::vector<DsaSample> samples = samples_.take();
   if (samples.empty()) return {};
-  const DsaChecker checker(inputs_, setup().layers, setup().topk, setup().implementation);
+  const DsaChecker checker(inputs_, setup().layers, setup().topk,
+                           {setup().implementation, setup().device});
   std::vector<CheckVerdict> verdicts = checker.check(samples);
   std::vector<CheckedRow> rows;
   for (size_t i = 0; i < samples.size(); ++i) {

@@ -10,6 +10,7 @@
 #include "src/replay/dsa_check.h"
 #include "src/replay/dsa_inputs.h"
 #include "src/replay/dsa_row_reader.h"
+#include "src/replay/staged_tensor.h"
 #include "src/replay/step_engine.h"
 #include "src/replay/step_samples.h"
 
@@ -31,11 +32,17 @@ class DsaEngine final : public StepEngine {
   void stage(const LayerCall& call) override;
   void forward(const LayerCall& call) override;
   Digest read(const LayerCall& call) override;
+  void collect_profile() override;
   void commit_step(const StepBatch& /*batch*/) override { samples_.commit_step(); }
 
   std::vector<DsaStepPlan>& plans(const StepGroup& group) {
     return plans_.at({group.kind, group.bucket});
   }
+  // The tensors of one forward call; shapes as in DsaForwardTensors.
+  struct Slot {
+    StagedTensor q, k, index_q, index_k, head_gate, out, lse, indices;
+  };
+  Slot& slot(const LayerCall& call) { return slots_[static_cast<size_t>(call.slot)]; }
   DsaForwardTensors tensors(const LayerCall& call);
 
   DsaInputs inputs_;
@@ -47,10 +54,9 @@ class DsaEngine final : public StepEngine {
   DsaRowReader reader_;
   StepSamples<DsaSample> samples_;
 
-  // One forward call, reused; shapes as in DsaForwardTensors.
-  HostBuffer q_, k_, index_q_, index_k_, head_gate_, out_, lse_, indices_;
-  std::vector<std::vector<float>> norm_weight_, norm_bias_;  // per simulated layer
-  std::vector<float> cos_sin_;
+  std::vector<Slot> slots_;
+  StagedTensor norm_weight_, norm_bias_;  // f32 [simulated layers, Di]
+  StagedTensor cos_sin_;
 };
 
 }  // namespace fovea::internal

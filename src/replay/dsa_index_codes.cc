@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "fovea/numeric.h"
+#include "fovea/stream.h"
 #include "src/core/tensor_generator.h"
 
 namespace fovea::internal {
@@ -12,8 +13,12 @@ namespace {
 
 constexpr int64_t kKeyTile = 512;  // keys quantised at once
 
-IndexQuantize plan_quantize(const DsaShape& shape, int64_t max_rows,
-                            const std::string& implementation) {
+// Callers run in parallel over rows.
+Device one_thread(const Device& device) {
+  return device.kind == DeviceKind::kCpu ? Device::cpu(1) : device;
+}
+
+IndexQuantize plan_quantize(const DsaShape& shape, int64_t max_rows, const CodecChoice& choice) {
   IndexQuantizeProblem problem;
   problem.max_rows = max_rows;
   problem.num_heads = shape.index_heads;
@@ -22,7 +27,17 @@ IndexQuantize plan_quantize(const DsaShape& shape, int64_t max_rows,
   problem.rope_style = shape.index_rope_style;
   problem.hadamard = shape.hadamard;
   problem.scale_mode = shape.index_scale_mode;
-  return IndexQuantize::plan(problem, Device::cpu(1), {implementation});
+  return IndexQuantize::plan(problem, one_thread(choice.device), {choice.implementation});
+}
+
+// Appends what the device has written.
+template <class T>
+void append(StagedTensor* tensor, int64_t rows, std::vector<T>* values) {
+  tensor->download(0, rows, {});
+  synchronize(tensor->device());
+  const TensorView view = tensor->host(rows);
+  const auto* const data = static_cast<const T*>(view.data);
+  values->insert(values->end(), data, data + view.num_elements());
 }
 
 const std::array<double, 256>& e4m3_values() {
@@ -48,73 +63,82 @@ double exact_dot(const double* a, const double* b, int64_t count) {
 
 }  // namespace
 
-IndexCodec::IndexCodec(const DsaInputs& inputs, const std::string& implementation)
+IndexCodec::IndexCodec(const DsaInputs& inputs, const CodecChoice& choice)
     : inputs_(inputs),
-      quantize_keys_(plan_quantize(inputs.shape(), kKeyTile, implementation)),
-      quantize_query_(plan_quantize(inputs.shape(), 1, implementation)) {
-  const int64_t positions = inputs.workload().max_rows();
-  cos_sin_.resize(static_cast<size_t>(positions * inputs.shape().rope_dim));
-  generate_cos_sin(positions, inputs.shape().rope_dim, cos_sin_.data());
+      device_(one_thread(choice.device)),
+      cos_sin_(device_, DType::kF32, {inputs.workload().max_rows(), inputs.shape().rope_dim}),
+      num_positions_(inputs.workload().max_rows()),
+      quantize_keys_(plan_quantize(inputs.shape(), kKeyTile, choice)),
+      quantize_query_(plan_quantize(inputs.shape(), 1, choice)) {
+  generate_cos_sin(num_positions_, inputs.shape().rope_dim,
+                   static_cast<float*>(cos_sin_.host(num_positions_).data));
+  cos_sin_.upload(0, num_positions_, {});
+}
+
+void IndexCodec::run(const IndexQuantize& plan, const IndexQuantizeTensors& tensors) const {
+  DeviceBuffer workspace(device_, plan.workspace_bytes());
+  plan.run(tensors, workspace.workspace());
 }
 
 IndexKeys IndexCodec::keys(int64_t layer, int64_t request, int64_t count) const {
-  const DsaShape& shape = inputs_.shape();
-  const int64_t width = shape.index_dim;
-  const auto row_size = static_cast<size_t>(width);
+  const int64_t width = inputs_.shape().index_dim;
   IndexKeys keys;
-  keys.codes.resize(static_cast<size_t>(count) * row_size);
-  keys.scales.resize(static_cast<size_t>(count));
-  std::vector<float> weight(row_size), bias(row_size);
-  inputs_.norm(layer, weight, bias);
-  std::vector<bf16_t> raw(kKeyTile * row_size);
-  std::vector<int32_t> positions(kKeyTile);
-  HostBuffer workspace(quantize_keys_.workspace_bytes());
-  const auto max_positions = static_cast<int64_t>(cos_sin_.size()) / shape.rope_dim;
+  StagedTensor raw(device_, DType::kBf16, {kKeyTile, width});
+  StagedTensor positions(device_, DType::kI32, {kKeyTile});
+  StagedTensor norm(device_, DType::kF32, {2, width});  // weight, bias
+  StagedTensor codes(device_, DType::kU8, {kKeyTile, width});
+  StagedTensor scales(device_, DType::kF32, {kKeyTile});
+  inputs_.norm(layer, norm.row<float>(0), norm.row<float>(1));
+  norm.upload(0, 2, {});
   for (int64_t first = 0; first < count; first += kKeyTile) {
     const int64_t rows = std::min(kKeyTile, count - first);
     for (int64_t i = 0; i < rows; ++i) {
       const uint64_t token = inputs_.workload().token_id(request, first + i);
-      inputs_.index_key(layer, token,
-                        std::span(raw).subspan(static_cast<size_t>(i) * row_size, row_size));
-      positions[static_cast<size_t>(i)] = static_cast<int32_t>(first + i);
+      inputs_.index_key(layer, token, raw.row<bf16_t>(i));
+      positions.row<int32_t>(i)[0] = static_cast<int32_t>(first + i);
     }
+    raw.upload(0, rows, {});
+    positions.upload(0, rows, {});
     IndexQuantizeTensors tensors;
-    tensors.k = make_tensor(raw.data(), DType::kBf16, {rows, width});
-    tensors.norm_weight = make_tensor(weight.data(), DType::kF32, {width});
-    tensors.norm_bias = make_tensor(bias.data(), DType::kF32, {width});
-    tensors.positions = make_tensor(positions.data(), DType::kI32, {rows});
-    tensors.cos_sin = make_tensor(cos_sin_.data(), DType::kF32, {max_positions, shape.rope_dim});
-    tensors.k_fp8 = make_tensor(keys.codes.data() + first * width, DType::kU8, {rows, width});
-    tensors.k_scale = make_tensor(keys.scales.data() + first, DType::kF32, {rows});
-    quantize_keys_.run(tensors, workspace.workspace());
+    tensors.k = raw.on_device(rows);
+    tensors.norm_weight = norm.row_on_device(0);
+    tensors.norm_bias = norm.row_on_device(1);
+    tensors.positions = positions.on_device(rows);
+    tensors.cos_sin = cos_sin_.on_device(num_positions_);
+    tensors.k_fp8 = codes.on_device(rows);
+    tensors.k_scale = scales.on_device(rows);
+    run(quantize_keys_, tensors);
+    append(&codes, rows, &keys.codes);
+    append(&scales, rows, &keys.scales);
   }
   return keys;
 }
 
 IndexQuery IndexCodec::query(int64_t layer, int64_t request, int64_t position) const {
-  const DsaShape& shape = inputs_.shape();
-  const int64_t heads = shape.index_heads;
-  const int64_t width = shape.index_dim;
-  IndexQuery query;
-  query.codes.resize(static_cast<size_t>(heads * width));
-  query.scales.resize(static_cast<size_t>(heads));
-  query.head_weight.resize(query.scales.size());
-  std::vector<bf16_t> raw(query.codes.size());
-  std::vector<float> gate(query.scales.size());
-  inputs_.index_query(layer, request, position, raw);
-  inputs_.head_gate(layer, inputs_.workload().token_id(request, position), gate);
-  const auto row = static_cast<int32_t>(position);
-  const auto max_positions = static_cast<int64_t>(cos_sin_.size()) / shape.rope_dim;
+  const int64_t heads = inputs_.shape().index_heads;
+  const int64_t width = inputs_.shape().index_dim;
+  StagedTensor raw(device_, DType::kBf16, {1, heads, width}),
+      gate(device_, DType::kF32, {1, heads});
+  StagedTensor positions(device_, DType::kI32, {1});
+  StagedTensor codes(device_, DType::kU8, {1, heads, width});
+  StagedTensor scales(device_, DType::kF32, {1, heads}), weights(device_, DType::kF32, {1, heads});
+  inputs_.index_query(layer, request, position, raw.row<bf16_t>(0));
+  inputs_.head_gate(layer, inputs_.workload().token_id(request, position), gate.row<float>(0));
+  positions.row<int32_t>(0)[0] = static_cast<int32_t>(position);
+  for (StagedTensor* input : {&raw, &gate, &positions}) input->upload(0, 1, {});
   IndexQuantizeTensors tensors;
-  tensors.q = make_tensor(raw.data(), DType::kBf16, {1, heads, width});
-  tensors.head_gate = make_tensor(gate.data(), DType::kF32, {1, heads});
-  tensors.positions = make_tensor(&row, DType::kI32, {1});
-  tensors.cos_sin = make_tensor(cos_sin_.data(), DType::kF32, {max_positions, shape.rope_dim});
-  tensors.q_fp8 = make_tensor(query.codes.data(), DType::kU8, {1, heads, width});
-  tensors.q_scale = make_tensor(query.scales.data(), DType::kF32, {1, heads});
-  tensors.head_weight = make_tensor(query.head_weight.data(), DType::kF32, {1, heads});
-  HostBuffer workspace(quantize_query_.workspace_bytes());
-  quantize_query_.run(tensors, workspace.workspace());
+  tensors.q = raw.on_device(1);
+  tensors.head_gate = gate.on_device(1);
+  tensors.positions = positions.on_device(1);
+  tensors.cos_sin = cos_sin_.on_device(num_positions_);
+  tensors.q_fp8 = codes.on_device(1);
+  tensors.q_scale = scales.on_device(1);
+  tensors.head_weight = weights.on_device(1);
+  run(quantize_query_, tensors);
+  IndexQuery query;
+  append(&codes, 1, &query.codes);
+  append(&scales, 1, &query.scales);
+  append(&weights, 1, &query.head_weight);
   return query;
 }
 

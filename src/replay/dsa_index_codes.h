@@ -7,6 +7,7 @@
 
 #include "fovea/index_quantize.h"
 #include "src/replay/dsa_inputs.h"
+#include "src/replay/staged_tensor.h"
 
 /// Index keys and queries of generated rows in e4m3, and fp64 logits over them.
 namespace fovea::internal {
@@ -22,19 +23,28 @@ struct IndexQuery {
   std::vector<float> head_weight;  // [Hi]
 };
 
+/// Which implementation of index_quantize; an empty name is the best one of the device.
+struct CodecChoice {
+  std::string implementation = {};
+  Device device = {};
+};
+
 /// Quantises rows from the generator by one implementation of index_quantize. Thread-safe.
 class IndexCodec {
  public:
-  /// An empty implementation is the best one.
-  IndexCodec(const DsaInputs& inputs, const std::string& implementation);
+  IndexCodec(const DsaInputs& inputs, const CodecChoice& choice);
 
   /// Keys of positions 0..count-1.
   IndexKeys keys(int64_t layer, int64_t request, int64_t count) const;
   IndexQuery query(int64_t layer, int64_t request, int64_t position) const;
 
  private:
+  void run(const IndexQuantize& plan, const IndexQuantizeTensors& tensors) const;
+
   const DsaInputs& inputs_;
-  std::vector<float> cos_sin_;
+  Device device_;
+  StagedTensor cos_sin_;
+  int64_t num_positions_ = 0;
   IndexQuantize quantize_keys_;
   IndexQuantize quantize_query_;
 };

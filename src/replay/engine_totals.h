@@ -35,6 +35,7 @@ struct EngineTotals {
   /// roofline_share: summed here as time; the run divides it by the measured time at its end.
   std::vector<ReplayOperator> operators;
   std::vector<ReplayMode> modes;
+  ReplayGraphs graphs;
 
   /// The entry of a forward mode, made when it is new.
   ReplayMode& mode(ForwardMode mode, bool draft);

@@ -59,6 +59,7 @@ struct RunSetup {
   int64_t max_batch = 0;  ///< Requests that run at once: pool rows are 1..max_batch.
   bool sharing = true;    ///< Requests may start behind shared pages.
   bool deterministic = true;
+  bool graph = false;  ///< Steps in step plans run as captured graphs.
   uint64_t seed = 0;
   std::string implementation = {};
   Device device = {};

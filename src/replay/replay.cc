@@ -8,6 +8,7 @@
 #include <limits>
 #include <memory>
 
+#include "fovea/device_memory.h"
 #include "fovea/version.h"
 #include "src/core/check.h"
 #include "src/core/fault_injection.h"
@@ -23,6 +24,7 @@ namespace {
 constexpr char kOp[] = "replay";
 constexpr int64_t kScaleUnit = 512;
 constexpr int64_t kMaxDefaultCacheBytes = int64_t{4} << 30;
+constexpr double kDefaultCacheShare = 0.6;
 // Samples are checked when they hold this much memory, else at the end.
 constexpr int64_t kMaxSampleBytes = int64_t{256} << 20;
 
@@ -129,6 +131,20 @@ Paging choose_page(const ReplayOptions& options, const ModelSpec& model, const T
   return paging;
 }
 
+// Most bytes of a cache whose size was not given.
+struct DefaultCapacity {
+  int64_t bytes = 0;
+  std::string words;
+};
+
+// Of a GPU's free memory the cache gets a share: backend and tensors need the rest.
+DefaultCapacity default_capacity(const Device& device) {
+  if (device.kind == DeviceKind::kCpu) return {kMaxDefaultCacheBytes, "4 GiB"};
+  const auto free_bytes = static_cast<double>(memory_info(device).free_bytes);
+  return {static_cast<int64_t>(kDefaultCacheShare * free_bytes),
+          "60 % of the free memory of " + to_string(device)};
+}
+
 class ReplayRun {
  public:
   ReplayRun(const Trace& trace, const ReplayOptions& options, const ModelSpec& model,
@@ -187,6 +203,7 @@ ReplayRun::ReplayRun(const Trace& trace, const ReplayOptions& options, const Mod
   setup_.max_batch = options.max_batch;
   setup_.sharing = paging.sharing;
   setup_.deterministic = options.deterministic;
+  setup_.graph = options.graph;
   setup_.seed = options.seed;
   setup_.implementation = options.implementation;
   setup_.device = options.device;
@@ -213,8 +230,9 @@ void ReplayRun::choose_capacity() {
                        " is smaller than one page of " + std::to_string(page));
     }
   } else {
+    const DefaultCapacity capacity = default_capacity(setup_.device);
     const int64_t room =
-        std::max<int64_t>(0, kMaxDefaultCacheBytes - cost.bytes_per_request * setup_.max_batch);
+        std::max<int64_t>(0, capacity.bytes - cost.bytes_per_request * setup_.max_batch);
     int64_t all = 0, largest = 0;
     for (int64_t r = 0; r < workload_.num_requests(); ++r) {
       const int64_t rows = max_request_rows(scheduler_request(r), options_.draft_tokens);
@@ -224,9 +242,9 @@ void ReplayRun::choose_capacity() {
     }
     num_pages_ = std::min(all, std::max(largest, room / cost.bytes_per_page));
     if (num_pages_ < all) {
-      result_.notes.push_back(
-          "the cache is limited to 4 GiB: pages may be evicted or requests "
-          "preempted; cache_tokens sets another size");
+      result_.notes.push_back("the cache is limited to " + capacity.words +
+                              ": pages may be evicted or requests preempted; cache_tokens sets "
+                              "another size");
     }
   }
   result_.cache_pages = num_pages_;
@@ -414,6 +432,7 @@ void ReplayRun::finish(const Scheduler& scheduler, const ModelEngine& engine) {
                       : 0;
     result_.drafts = std::move(drafts);
   }
+  if (options_.graph) result_.graphs = totals.graphs;
   finish_requests(scheduler);
   finish_times(engine);
 }
@@ -495,12 +514,18 @@ std::vector<StepKindTotals> step_kind_totals(const ReplayResult& result) {
                               StepKind::kVerify, StepKind::kIdle}) {
     StepKindTotals totals;
     totals.kind = kind;
+    std::vector<double> step_ms;
     for (const ReplayStep& step : result.steps) {
       if (step.kind != kind) continue;
       ++totals.count;
       totals.rows += step.prefill_tokens + step.decode_tokens;
       totals.ms += step.step_ms;
+      step_ms.push_back(step.step_ms);
     }
+    std::sort(step_ms.begin(), step_ms.end());
+    totals.p50_ms = internal::percentile(step_ms, 0.50);
+    totals.p90_ms = internal::percentile(step_ms, 0.90);
+    totals.p99_ms = internal::percentile(step_ms, 0.99);
     if (totals.count > 0) all.push_back(totals);
   }
   return all;

@@ -49,6 +49,7 @@ Json options_json(const ReplayResult& result) {
        {"arrivals", to_string(options.arrivals)},
        {"spread_arrivals", options.spread_arrivals},
        {"deterministic", options.deterministic},
+       {"graph", options.graph},
        {"implementation", options.implementation},
        {"inject", options.inject}});
 }
@@ -132,13 +133,23 @@ Json drafts_json(const ReplayResult& result) {
                        {"accepted_lengths", lengths}});
 }
 
+Json graphs_json(const ReplayResult& result) {
+  if (!result.graphs) return Json();
+  return Json::object({{"captures", result.graphs->captures},
+                       {"replays", result.graphs->replays},
+                       {"nodes", result.graphs->nodes}});
+}
+
 Json steps_json(const ReplayResult& result) {
   Json kinds = Json::array();
   for (const StepKindTotals& totals : step_kind_totals(result)) {
     kinds.push(Json::object({{"kind", to_string(totals.kind)},
                              {"count", totals.count},
                              {"rows", totals.rows},
-                             {"ms", number(totals.ms)}}));
+                             {"ms", number(totals.ms)},
+                             {"p50_ms", number(totals.p50_ms)},
+                             {"p90_ms", number(totals.p90_ms)},
+                             {"p99_ms", number(totals.p99_ms)}}));
   }
   return Json::object({{"count", static_cast<int64_t>(result.steps.size())},
                        {"kinds", kinds},
@@ -192,6 +203,7 @@ std::string to_json(const ReplayResult& result) {
        {"steps", steps_json(result)},
        {"modes", modes_json(result)},
        {"drafts", drafts_json(result)},
+       {"graphs", graphs_json(result)},
        {"phases", phases_json(result.phases)},
        {"layers", layers_json(result)},
        {"ops", operators_json(result)}});

@@ -220,6 +220,7 @@ std::string options_table(const ReplayOptions& options) {
                            number_text(cost.draft_forward_ms) + " ms per draft forward"},
       {"seed", std::to_string(options.seed)},
       {"deterministic", yes_no(options.deterministic)},
+      {"graphs", yes_no(options.graph)},
       {"checked rows", count_text(options.check_rows)},
       {"implementation",
        options.implementation.empty() ? "the preferred ones" : options.implementation},
@@ -461,10 +462,18 @@ std::string drafts_card(const ReplayResult& result) {
 }
 
 std::string modes_card(const ReplayResult& result) {
-  Table kinds({"kind of step", "steps", "rows that stay", "time, ms"}, {false, true, true, true});
+  Table kinds(
+      {"kind of step", "steps", "rows that stay", "time, ms", "p50, ms", "p90, ms", "p99, ms"},
+      {false, true, true, true, true, true, true});
   for (const StepKindTotals& totals : step_kind_totals(result)) {
     kinds.add({std::string(to_string(totals.kind)), count_text(totals.count),
-               count_text(totals.rows), number_text(totals.ms)});
+               count_text(totals.rows), number_text(totals.ms), number_text(totals.p50_ms),
+               number_text(totals.p90_ms), number_text(totals.p99_ms)});
+  }
+  std::string note = "A verify step is a round: draft steps, verification, draft extend.";
+  if (result.graphs) {
+    note += " Graphs: " + count_text(result.graphs->captures) + " captured, " +
+            count_text(result.graphs->replays) + " replayed.";
   }
   Table modes({"forward mode", "model", "batches", "rows", "time, ms"},
               {false, false, true, true, true});
@@ -472,8 +481,7 @@ std::string modes_card(const ReplayResult& result) {
     modes.add({std::string(to_string(mode.mode)), mode.draft ? "draft" : "target",
                count_text(mode.steps), count_text(mode.rows), number_text(mode.ms)});
   }
-  return card("Steps by kind", "A verify step is a round: draft steps, verification, draft extend.",
-              kinds.html() + "<br>" + modes.html());
+  return card("Steps by kind", note, kinds.html() + "<br>" + modes.html());
 }
 
 std::string cache_card(const ReplayResult& result) {

@@ -58,14 +58,15 @@ class UsageTest(ReplayTest):
         self.refuse(2, "layers", "--layers", "some")
         self.refuse(2, "inject", "--inject", "nothing")
         self.refuse(2, "'fastest'", "--impl", "fastest")
-        self.refuse(2, "cuda", "--device", "cuda:0")
+        self.refuse(2, "expected cpu or cuda:N", "--device", "tpu")
+        self.refuse(2, "expected cpu or cuda:N", "--device", "cuda:first")
 
     def test_a_skip_that_leaves_nothing(self):
         self.refuse(2, "skip = 1", "--skip", 1)
 
-    def test_options_of_later_builds(self):
-        self.refuse(2, "--graph: ", "--graph")
-        self.refuse(2, "not in this build yet", "--graph")
+    def test_a_device_that_is_not_there(self):
+        self.refuse(3, "cuda:99", "--device", "cuda:99")
+        self.refuse(3, "unsupported", "--device", "cuda:99", "--graph")
 
     def test_draft_options_are_checked(self):
         for value in ("0", "-1", "8", "x", "1.5"):
@@ -161,6 +162,18 @@ class RunTest(ReplayTest):
             for fragment in ("3 a round", "rows rolled back", "target_verify", "draft_extend"):
                 self.assertIn(fragment, result.stdout)
         self.assertEqual(facts["drafts"]["rate"], 1)
+
+    def test_graphs_change_no_digest_and_are_reported(self):
+        for options in ((), ("--draft-tokens", 3, "--draft-mode", "v2", "--layers", 2)):
+            plain, _ = self.replay(*options)
+            facts, result = self.replay("--graph", "--check", 20, "--report", self.folder / "out.html", *options)
+            self.assertEqual(facts["digest"], plain["digest"])
+            self.assertEqual(facts["check"]["mismatches"], 0)
+            self.assertIsNone(plain["graphs"])
+            self.assertGreaterEqual(facts["graphs"]["replays"], facts["graphs"]["captures"])
+            self.assertRegex(result.stdout, r"graphs +\d+ captured, \d+ replayed")
+            self.assertRegex(result.stdout, r"(decode|verify) +\d+ +\d+( +[\d.]+){4}")
+            self.assertIn("captured", (self.folder / "out.html").read_text())
 
     def test_a_wrong_page_is_found_and_named(self):
         _, result = self.replay("--check", 30, "--inject", "page", code=1)

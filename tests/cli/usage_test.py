@@ -37,7 +37,7 @@ class UsageTest(CommandLineTest):
 
     def test_unknown_devices_are_usage_errors(self):
         self.expect(self.fovea("run", "merge_lse", "a", "b", "--device", "tpu"), 2, "tpu", "cpu")
-        self.expect(self.fovea("run", "merge_lse", "a", "b", "--device", "cuda:0"), 2, "cuda:0")
+        self.expect(self.fovea("run", "merge_lse", "a", "b", "--device", "cuda:99"), 3, "cuda:99")
 
 
 class EnvironmentTest(CommandLineTest):

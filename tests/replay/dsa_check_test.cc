@@ -334,7 +334,7 @@ TEST(DsaChecker, ARoundingOfIndexCodesIsNoMismatch) {
   const ModelSpec model = deepseek_v32();
   const Workload workload(trace, {});
   const DsaInputs inputs(model, workload, 1, 0);
-  const IndexCodec best(inputs, ""), reference(inputs, "ref");
+  const IndexCodec best(inputs, {}), reference(inputs, {"ref"});
   int64_t position = 699;
   while (++position < 1700 &&
          best.query(0, 0, position).codes == reference.query(0, 0, position).codes) {
@@ -358,7 +358,7 @@ TEST(DsaChecker, ARoundingOfIndexCodesIsNoMismatch) {
   sample.lse.resize(1);
   // Output and lse are empty and fail; the selection comes first.
   const CheckVerdict by_reference =
-      DsaChecker(inputs, {0}, topk, "ref").check(std::span(&sample, 1)).front();
+      DsaChecker(inputs, {0}, topk, {"ref"}).check(std::span(&sample, 1)).front();
   ASSERT_EQ(by_reference.failures.front().kind, "selection");
   EXPECT_FALSE(by_reference.requantised);
   EXPECT_GT(by_reference.selection_slack, kSelectionTolerance);

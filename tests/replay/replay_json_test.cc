@@ -49,6 +49,9 @@ ReplayResult full_result() {
   result.options.draft_mode = DraftMode::kV2;
   result.modes = {{ForwardMode::kDraftExtendV2, true, 2, 8, 0.5}};
   result.drafts = ReplayDrafts{1, 2, 6, 4, 3, 0.75, 3, {1, 0, 0, 1}};
+  result.options.graph = true;
+  result.graphs = ReplayGraphs{2, 9, 40};
+  result.steps[0].step_ms = 2.5;
   return result;
 }
 
@@ -77,8 +80,11 @@ TEST(ReplayJson, HoldsTheNamedFields) {
   const Json::Array& kinds = json.find("steps")->find("kinds")->items();
   ASSERT_EQ(kinds.size(), 2u);
   EXPECT_EQ(kinds[1].find("kind")->as_string(), "idle");
+  EXPECT_EQ(kinds[0].find("p99_ms")->as_number(), 2.5);
+  EXPECT_EQ(json.find("graphs")->find("replays")->as_integer(), 9);
   const Json plain = Json::parse(to_json(ReplayResult{}), "result");
   EXPECT_EQ(plain.find("drafts")->kind(), Json::Kind::kNull);
+  EXPECT_EQ(plain.find("graphs")->kind(), Json::Kind::kNull);
   EXPECT_EQ(plain.find("options")->find("draft_mode")->kind(), Json::Kind::kNull);
   const Json::Array& rejections = json.find("requests")->find("rejections")->items();
   ASSERT_EQ(rejections.size(), 1u);
