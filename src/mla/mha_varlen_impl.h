@@ -1,10 +1,10 @@
 #pragma once
 
-#include <algorithm>
-#include <cstdint>
+#include <cstddef>
 
 #include "fovea/mha_varlen.h"
 #include "src/core/implementation_list.h"
+#include "src/mla/request_ranges.h"
 
 /// The implementations of mha_varlen.
 namespace fovea::internal {
@@ -21,42 +21,5 @@ Refusal mha_varlen_cuda_supports(const MhaVarlenProblem& problem);
 size_t mha_varlen_cuda_workspace(const MhaVarlenProblem& problem, const Device& device);
 void mha_varlen_cuda_portable(const MhaVarlenProblem& problem, const Device& device,
                               const MhaVarlenTensors& tensors, Workspace workspace, Stream stream);
-
-/// The part [begin, end) of an axis that one request owns.
-struct RequestRange {
-  int64_t begin = 0;
-  int64_t end = 0;
-  int64_t count() const { return end - begin; }
-};
-
-/// Reads the ranges of requests 0, 1, 2, ... from an untrusted offset array: offsets are cut to
-/// [0, extent] and never fall, so that ranges are disjoint.
-class RequestRanges {
- public:
-  RequestRanges(const int32_t* indptr, int64_t extent)
-      : indptr_(indptr), extent_(extent), begin_(std::clamp<int64_t>(indptr[0], 0, extent)) {}
-
-  /// The range of the next request.
-  RequestRange next() {
-    ++request_;
-    RequestRange range;
-    range.begin = begin_;
-    range.end = std::max(begin_, std::clamp<int64_t>(indptr_[request_], 0, extent_));
-    begin_ = range.end;
-    return range;
-  }
-
- private:
-  const int32_t* indptr_;
-  int64_t extent_;
-  int64_t begin_;
-  int64_t request_ = 0;
-};
-
-/// Keys that row i of a request with `num_rows` rows and `num_keys` keys sees: keys 0 up to the
-/// returned count.
-inline int64_t visible_keys(bool causal, int64_t row, int64_t num_rows, int64_t num_keys) {
-  return causal ? std::clamp<int64_t>(num_keys - num_rows + row + 1, 0, num_keys) : num_keys;
-}
 
 }  // namespace fovea::internal

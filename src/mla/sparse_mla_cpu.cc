@@ -54,17 +54,16 @@ size_t query_bytes(int64_t head_dim_qk, int64_t padded) {
 
 size_t tile_bytes() { return static_cast<size_t>(kTileKeys * kKeyStride) * sizeof(float); }
 
-void load_query(const GroupShape& shape, const bf16_t* q, int64_t head_stride, void* query) {
+void load_query(const GroupShape& shape, const bf16_t* const* heads, void* query) {
   for (int64_t first = 0; first < shape.padded_heads;) {
     const int64_t width = panel_width(first, shape.padded_heads);
     float* panel = static_cast<float*>(query) + first * shape.head_dim_qk;
     // 32 channels at a time: the lines written stay in the first-level cache.
     for (int64_t d0 = 0; d0 < shape.head_dim_qk; d0 += 32) {
       for (int64_t h = 0; h < width; ++h) {
-        const bool real = first + h < shape.num_heads;
-        const bf16_t* from = q + (first + h) * head_stride;
+        const bf16_t* from = heads[first + h];
         for (int64_t d = d0; d < d0 + 32; ++d)
-          panel[d * width + h] = real ? bf16_to_float(from[d]) : 0.0f;
+          panel[d * width + h] = from != nullptr ? bf16_to_float(from[d]) : 0.0f;
       }
     }
     first += width;

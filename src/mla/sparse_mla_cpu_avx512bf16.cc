@@ -68,7 +68,7 @@ int64_t panel_width(int64_t head, int64_t padded) {
   return rest >= 32 ? 32 : rest >= 16 ? 16 : 8;
 }
 
-void load_query(const GroupShape& shape, const bf16_t* q, int64_t head_stride, void* query) {
+void load_query(const GroupShape& shape, const bf16_t* const* heads, void* query) {
   const int64_t words = shape.head_dim_qk / 2;
   for (int64_t first = 0; first < shape.padded_heads;) {
     const int64_t width = panel_width(first, shape.padded_heads);
@@ -76,10 +76,10 @@ void load_query(const GroupShape& shape, const bf16_t* q, int64_t head_stride, v
     // 32 words at a time: the lines written stay in the first-level cache.
     for (int64_t begin = 0; begin < words; begin += 32) {
       for (int64_t h = 0; h < width; ++h) {
-        const bf16_t* from = q + (first + h) * head_stride;
+        const bf16_t* from = heads[first + h];
         for (int64_t i = begin; i < begin + 32; ++i) {
           uint32_t pair = 0;
-          if (first + h < shape.num_heads) std::memcpy(&pair, from + 2 * i, sizeof(pair));
+          if (from != nullptr) std::memcpy(&pair, from + 2 * i, sizeof(pair));
           panel[i * width + h] = pair;
         }
       }
@@ -309,7 +309,9 @@ void attend_tile(const SparseMlaKernel& kernel, const GroupShape& shape, const K
   prefetcher.finish();
 }
 
-SparseMlaKernel avx512bf16_kernel() {
+}  // namespace
+
+SparseMlaKernel sparse_mla_cpu_avx512bf16_kernel() {
   SparseMlaKernel kernel = sparse_mla_cpu_kernel();
   kernel.query_bytes = query_bytes;
   kernel.tile_bytes = tile_bytes;
@@ -318,20 +320,18 @@ SparseMlaKernel avx512bf16_kernel() {
   return kernel;
 }
 
-}  // namespace
-
 Refusal sparse_mla_cpu_avx512bf16_available() {
   if (current_cpu_isa() >= CpuIsa::kAvx512Bf16) return {};
   return "needs AVX512-BF16, and this machine offers " + std::string(to_string(current_cpu_isa()));
 }
 
 size_t sparse_mla_cpu_avx512bf16_workspace(const SparseMlaProblem& problem, const Device& device) {
-  return sparse_mla_workspace(avx512bf16_kernel(), problem, device);
+  return sparse_mla_workspace(sparse_mla_cpu_avx512bf16_kernel(), problem, device);
 }
 
 void sparse_mla_cpu_avx512bf16(const SparseMlaProblem& problem, const Device& device,
                                const SparseMlaTensors& tensors, Workspace workspace) {
-  run_sparse_mla(avx512bf16_kernel(), problem, device, tensors, workspace);
+  run_sparse_mla(sparse_mla_cpu_avx512bf16_kernel(), problem, device, tensors, workspace);
 }
 
 }  // namespace fovea::internal
@@ -341,6 +341,7 @@ void sparse_mla_cpu_avx512bf16(const SparseMlaProblem& problem, const Device& de
 namespace fovea::internal {
 
 Refusal sparse_mla_cpu_avx512bf16_available() { return "needs an x86-64 CPU with AVX512-BF16"; }
+SparseMlaKernel sparse_mla_cpu_avx512bf16_kernel() { return {}; }
 size_t sparse_mla_cpu_avx512bf16_workspace(const SparseMlaProblem&, const Device&) { return 0; }
 void sparse_mla_cpu_avx512bf16(const SparseMlaProblem&, const Device&, const SparseMlaTensors&,
                                Workspace) {

@@ -8,6 +8,31 @@
 #include "src/mla/sparse_mla_schedule.h"
 
 namespace fovea::internal {
+
+HeadState cut_head_state(int64_t heads, WorkspaceCutter& cutter) {
+  HeadState state;
+  state.max = cutter.take<float>(heads);
+  state.sum = cutter.take<float>(heads);
+  state.out = cutter.take<float>(heads * kLatentDim);
+  return state;
+}
+
+SparseMlaScratch cut_scratch(const SparseMlaKernel& kernel, int64_t head_dim_qk, bool has_codes,
+                             int64_t heads, WorkspaceCutter& cutter) {
+  SparseMlaScratch scratch;
+  scratch.query = cutter.take<char>(static_cast<int64_t>(kernel.query_bytes(head_dim_qk, heads)));
+  scratch.codes = cutter.take<bf16_t>(has_codes ? heads * kF576Channels : 0);
+  scratch.tile = cutter.take<char>(static_cast<int64_t>(kernel.tile_bytes()));
+  scratch.logits = cutter.take<float>(kTileKeys * 32);
+  scratch.weights = cutter.take<float>(kTileKeys * heads);
+  scratch.alpha = cutter.take<float>(heads);
+  scratch.part = cut_head_state(heads, cutter);
+  scratch.run = cut_head_state(heads, cutter);
+  scratch.loaded_row = -1;
+  scratch.loaded_head = -1;
+  return scratch;
+}
+
 namespace {
 
 // Partial results that split rows may take in the workspace, per thread.
@@ -53,33 +78,6 @@ struct Partials {
   }
 };
 
-HeadState cut_state(int64_t heads, WorkspaceCutter& cutter) {
-  HeadState state;
-  state.max = cutter.take<float>(heads);
-  state.sum = cutter.take<float>(heads);
-  state.out = cutter.take<float>(heads * kLatentDim);
-  return state;
-}
-
-SparseMlaScratch cut_scratch(const SparseMlaKernel& kernel, const SparseMlaProblem& problem,
-                             WorkspaceCutter& cutter) {
-  const int64_t heads = group_capacity(problem);
-  SparseMlaScratch scratch;
-  scratch.query =
-      cutter.take<char>(static_cast<int64_t>(kernel.query_bytes(problem.head_dim_qk, heads)));
-  const bool has_codes = problem.row_format == RowFormat::kF576;
-  scratch.codes = cutter.take<bf16_t>(has_codes ? heads * kF576Channels : 0);
-  scratch.tile = cutter.take<char>(static_cast<int64_t>(kernel.tile_bytes()));
-  scratch.logits = cutter.take<float>(kTileKeys * 32);
-  scratch.weights = cutter.take<float>(kTileKeys * heads);
-  scratch.alpha = cutter.take<float>(heads);
-  scratch.part = cut_state(heads, cutter);
-  scratch.run = cut_state(heads, cutter);
-  scratch.loaded_row = -1;
-  scratch.loaded_head = -1;
-  return scratch;
-}
-
 struct Layout {
   SparseMlaScratch* workers;  // [num_threads]
   Partials partials;
@@ -92,7 +90,9 @@ Layout cut(const SparseMlaKernel& kernel, const SparseMlaProblem& problem, const
   const int num_threads = std::max(1, device.num_threads);
   layout.workers = cutter.take<SparseMlaScratch>(num_threads);
   for (int worker = 0; worker < num_threads; ++worker) {
-    const SparseMlaScratch scratch = cut_scratch(kernel, problem, cutter);
+    const SparseMlaScratch scratch =
+        cut_scratch(kernel, problem.head_dim_qk, problem.row_format == RowFormat::kF576,
+                    group_capacity(problem), cutter);
     if (layout.workers != nullptr) layout.workers[worker] = scratch;
   }
   const bool planned = problem.split_parts > 0;
@@ -205,15 +205,17 @@ class Run {
                   SparseMlaScratch& scratch) const {
     const int64_t head = group * group_heads_;
     if (scratch.loaded_row == t && scratch.loaded_head == head) return;
-    if (q_is_fp8_) {
-      for (int64_t h = 0; h < shape.num_heads; ++h) {
-        kernel_.unpack_row(RowFormat::kF576, q_codes_.row(t, head + h), kF576Channels,
-                           scratch.codes + h * kF576Channels);
+    const bf16_t* heads[kMaxGroupHeads] = {};
+    for (int64_t h = 0; h < shape.num_heads; ++h) {
+      if (q_is_fp8_) {
+        bf16_t* const decoded = scratch.codes + h * kF576Channels;
+        kernel_.unpack_row(RowFormat::kF576, q_codes_.row(t, head + h), kF576Channels, decoded);
+        heads[h] = decoded;
+      } else {
+        heads[h] = q_.row(t, head + h);
       }
-      kernel_.load_query(shape, scratch.codes, kF576Channels, scratch.query);
-    } else {
-      kernel_.load_query(shape, q_.row(t, head), q_.stride[1], scratch.query);
     }
+    kernel_.load_query(shape, heads, scratch.query);
     scratch.loaded_row = t;
     scratch.loaded_head = head;
   }

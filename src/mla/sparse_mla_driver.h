@@ -6,6 +6,7 @@
 
 #include "fovea/sparse_mla.h"
 #include "src/core/access.h"
+#include "src/core/workspace.h"
 #include "src/mla/sparse_mla_cache.h"
 #include "src/mla/sparse_mla_parts.h"
 
@@ -77,8 +78,8 @@ struct HeadOutput {
 struct SparseMlaKernel {
   size_t (*query_bytes)(int64_t head_dim_qk, int64_t padded_heads);
   size_t (*tile_bytes)();
-  /// Brings the queries of `shape.num_heads` heads, `head_stride` elements apart, into `query`.
-  void (*load_query)(const GroupShape& shape, const bf16_t* q, int64_t head_stride, void* query);
+  /// Brings the queries of `shape.padded_heads` heads into `query`; null: zeros.
+  void (*load_query)(const GroupShape& shape, const bf16_t* const* heads, void* query);
   /// Adds the keys of a tile to `state`, which starts anew when `first`. `upcoming` is the next
   /// tile (maybe without keys): its rows are fetched from memory meanwhile.
   void (*attend_tile)(const SparseMlaKernel& kernel, const GroupShape& shape, const KeyTile& tile,
@@ -99,6 +100,14 @@ struct SparseMlaKernel {
 
 /// The kernel of the best instruction set that Highway dispatches to.
 SparseMlaKernel sparse_mla_cpu_kernel();
+/// The kernel with dot products of bf16; refuses where sparse_mla_cpu_avx512bf16_available() does.
+SparseMlaKernel sparse_mla_cpu_avx512bf16_kernel();
+
+/// Cuts the state of `heads` heads, and a worker's memory for groups of `heads` heads; null while
+/// measuring.
+HeadState cut_head_state(int64_t heads, WorkspaceCutter& cutter);
+SparseMlaScratch cut_scratch(const SparseMlaKernel& kernel, int64_t head_dim_qk, bool has_codes,
+                             int64_t heads, WorkspaceCutter& cutter);
 
 /// Asks for the rows of the next tile while this one is computed, cache line by cache line: a core
 /// has a few dozen miss buffers, and a burst that fills them stops the arithmetic too. A kernel

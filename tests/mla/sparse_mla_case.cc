@@ -16,11 +16,6 @@ namespace {
 constexpr int64_t kV32Bytes = 656;
 constexpr long double kInfinity = std::numeric_limits<long double>::infinity();
 
-int64_t row_bytes(RowFormat format, int64_t head_dim_qk) {
-  if (format == RowFormat::kV32) return kV32Bytes;
-  return format == RowFormat::kF576 ? 576 : 2 * head_dim_qk;
-}
-
 uint16_t bits_of(double bf16_value) { return bf16_from_float(static_cast<float>(bf16_value)).bits; }
 
 uint32_t bits_of_f32(double value) { return std::bit_cast<uint32_t>(static_cast<float>(value)); }
@@ -54,6 +49,41 @@ HeadFormula apply_formula(const SparseMlaProblem& problem, const std::vector<dou
 }
 
 }  // namespace
+
+int64_t latent_row_bytes(RowFormat format, int64_t head_dim_qk) {
+  if (format == RowFormat::kV32) return kV32Bytes;
+  return format == RowFormat::kF576 ? 576 : 2 * head_dim_qk;
+}
+
+void write_latent_row(RowFormat format, int64_t head_dim_qk, float k_scale, Rng& rng, uint8_t* row,
+                      double* decoded) {
+  const std::vector<float> values = rng.normals(head_dim_qk, 0.3f);
+  if (format == RowFormat::kF576) {
+    for (int64_t d = 0; d < 576; ++d) {
+      row[d] = e4m3_from_float(values[static_cast<size_t>(d)] / k_scale);
+      decoded[d] = static_cast<double>(k_scale) * e4m3_to_float(row[d]);
+    }
+    return;
+  }
+  const int64_t num_codes = format == RowFormat::kV32 ? 512 : 0;
+  for (int64_t d = 0; d < num_codes; ++d) {
+    const float* tile = values.data() + d / 128 * 128;
+    if (d % 128 == 0) {
+      // An arbitrary fp32 scale, not a power of two.
+      const float scale = 0.003f * (0.5f + static_cast<float>(rng.uniform()));
+      std::memcpy(row + 512 + d / 128 * 4, &scale, 4);
+    }
+    float scale;
+    std::memcpy(&scale, row + 512 + d / 128 * 4, 4);
+    row[d] = e4m3_from_float(tile[d % 128] / scale);
+    decoded[d] = bf16_to_float(bf16_from_float(e4m3_to_float(row[d]) * scale));
+  }
+  for (int64_t d = num_codes; d < head_dim_qk; ++d) {
+    const bf16_t value = bf16_from_float(values[static_cast<size_t>(d)]);
+    std::memcpy(row + (num_codes > 0 ? 528 + (d - 512) * 2 : d * 2), &value, 2);
+    decoded[d] = bf16_to_float(value);
+  }
+}
 
 StridedTensor::StridedTensor(DType dtype, std::vector<int64_t> shape, std::vector<int64_t> pads,
                              uint8_t fill)
@@ -142,12 +172,13 @@ void SparseMlaCase::build_cache(Cache& cache, const CacheSpec& spec, Rng& rng) {
   cache.spec = spec;
   // Byte 0xFF everywhere: NaN as bf16, as e4m3 and as fp32 scale. Page strides of a packed pool are
   // odd, so its rows lie at any address.
-  cache.pool = spec.page_size == 0
-                   ? StridedTensor(DType::kBf16, {spec.num_keys, spec_.head_dim_qk}, {0, 128}, 0xFF)
-                   : StridedTensor(DType::kU8,
-                                   {spec.num_keys / spec.page_size,
-                                    spec.page_size * row_bytes(spec.format, spec_.head_dim_qk)},
-                                   {0, 19}, 0xFF);
+  cache.pool =
+      spec.page_size == 0
+          ? StridedTensor(DType::kBf16, {spec.num_keys, spec_.head_dim_qk}, {0, 128}, 0xFF)
+          : StridedTensor(DType::kU8,
+                          {spec.num_keys / spec.page_size,
+                           spec.page_size * latent_row_bytes(spec.format, spec_.head_dim_qk)},
+                          {0, 19}, 0xFF);
   cache.keys.assign(static_cast<size_t>(spec.num_keys * spec_.head_dim_qk), std::nan(""));
   std::vector<char> referenced(static_cast<size_t>(spec.num_keys), 0);
   build_lists(cache, rng, referenced);
@@ -195,38 +226,14 @@ int64_t SparseMlaCase::list_length(const Cache& cache, int64_t t) const {
 
 void SparseMlaCase::write_key(Cache& cache, int64_t key, Rng& rng) {
   const CacheSpec& spec = cache.spec;
-  double* decoded = cache.keys.data() + key * spec_.head_dim_qk;
-  std::vector<float> values = rng.normals(spec_.head_dim_qk, 0.3f);
   const int64_t page = spec.page_size == 0 ? key : key / spec.page_size;
   auto* row =
       static_cast<uint8_t*>(cache.pool.view().data) +
       page * cache.pool.view().stride[0] * static_cast<int64_t>(size_of(cache.pool.view().dtype));
-  if (spec.page_size > 0) row += key % spec.page_size * row_bytes(spec.format, spec_.head_dim_qk);
-  if (spec.format == RowFormat::kF576) {
-    for (int64_t d = 0; d < 576; ++d) {
-      row[d] = e4m3_from_float(values[static_cast<size_t>(d)] / spec_.k_scale);
-      decoded[d] = static_cast<double>(spec_.k_scale) * e4m3_to_float(row[d]);
-    }
-    return;
-  }
-  const int64_t num_codes = spec.format == RowFormat::kV32 ? 512 : 0;
-  for (int64_t d = 0; d < num_codes; ++d) {
-    float* tile = values.data() + d / 128 * 128;
-    if (d % 128 == 0) {
-      // An arbitrary fp32 scale, not a power of two.
-      const float scale = 0.003f * (0.5f + static_cast<float>(rng.uniform()));
-      std::memcpy(row + 512 + d / 128 * 4, &scale, 4);
-    }
-    float scale;
-    std::memcpy(&scale, row + 512 + d / 128 * 4, 4);
-    row[d] = e4m3_from_float(tile[d % 128] / scale);
-    decoded[d] = bf16_to_float(bf16_from_float(e4m3_to_float(row[d]) * scale));
-  }
-  for (int64_t d = num_codes; d < spec_.head_dim_qk; ++d) {
-    const bf16_t value = bf16_from_float(values[static_cast<size_t>(d)]);
-    std::memcpy(row + (num_codes > 0 ? 528 + (d - 512) * 2 : d * 2), &value, 2);
-    decoded[d] = bf16_to_float(value);
-  }
+  if (spec.page_size > 0)
+    row += key % spec.page_size * latent_row_bytes(spec.format, spec_.head_dim_qk);
+  write_latent_row(spec.format, spec_.head_dim_qk, spec_.k_scale, rng, row,
+                   cache.keys.data() + key * spec_.head_dim_qk);
 }
 
 int32_t& SparseMlaCase::index(int cache, int64_t t, int64_t slot) const {

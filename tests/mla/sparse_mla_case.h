@@ -47,6 +47,12 @@ class StridedTensor {
   uint8_t fill_ = 0;
 };
 
+/// Bytes of a row of Dqk channels.
+int64_t latent_row_bytes(RowFormat format, int64_t head_dim_qk);
+/// Writes a row of random channels and what an operator has to see of it, as doubles.
+void write_latent_row(RowFormat format, int64_t head_dim_qk, float k_scale, Rng& rng, uint8_t* row,
+                      double* decoded);
+
 /// One cache of a case.
 struct CacheSpec {
   RowFormat format = RowFormat::kBf16;

@@ -10,6 +10,7 @@
 #include "src/core/cuda/mma.cuh"
 #include "src/core/cuda/scan.cuh"
 #include "src/core/workspace.h"
+#include "src/mla/cuda/request_offsets.cuh"
 #include "src/mla/mha_varlen_impl.h"
 
 // The model's shape, 192 and 128 channels: a block of 4 warps takes 64 rows of one request and
@@ -52,46 +53,6 @@ struct Params {
   float softmax_scale;
   float log2_scale;  // softmax_scale * log2(e)
 };
-
-struct OffsetParams {
-  const int32_t* from[2];
-  int32_t* to[2];
-  int64_t extent[2];
-  int64_t count;
-};
-
-constexpr int kOffsetThreads = 1024;
-
-// Offsets cut to [0, extent] and raised to their predecessors; block 0 those of rows, block 1 those
-// of keys.
-__global__ void __launch_bounds__(kOffsetThreads)
-    clean_offsets(const __grid_constant__ OffsetParams params) {
-  __shared__ int32_t warps[kOffsetThreads / kWarpThreads];
-  const int32_t* const from = params.from[blockIdx.x];
-  int32_t* const to = params.to[blockIdx.x];
-  const auto extent = static_cast<int32_t>(params.extent[blockIdx.x]);
-  const int lane = threadIdx.x % kWarpThreads;
-  const int warp = threadIdx.x / kWarpThreads;
-  int32_t carried = 0;
-  for (int64_t base = 0; base < params.count; base += kOffsetThreads) {
-    const int64_t i = base + threadIdx.x;
-    int32_t value = i < params.count ? min(max(from[i], 0), extent) : 0;
-    for (int step = 1; step < kWarpThreads; step *= 2) {
-      const int32_t other = __shfl_up_sync(0xFFFFFFFF, value, step);
-      if (lane >= step) value = max(value, other);
-    }
-    if (lane == kWarpThreads - 1) warps[warp] = value;
-    __syncthreads();
-    int32_t all = carried;
-    for (int w = 0; w < kOffsetThreads / kWarpThreads; ++w) {
-      if (w < warp) value = max(value, warps[w]);
-      all = max(all, warps[w]);
-    }
-    if (i < params.count) to[i] = max(value, carried);
-    carried = all;
-    __syncthreads();
-  }
-}
 
 // Keys that a row of a request sees.
 __device__ int32_t keys_seen(bool causal, int64_t row, int64_t num_rows, int64_t num_keys) {
@@ -634,7 +595,8 @@ void mha_varlen_cuda_portable(const MhaVarlenProblem& problem, const Device& dev
                              {memory.rows, memory.keys},
                              {params.q.shape[0], params.k.shape[0]},
                              params.num_requests + 1};
-  cuda::launch("mha_varlen", clean_offsets, {dim3(2), dim3(kOffsetThreads)}, stream, offsets);
+  cuda::launch("mha_varlen", clean_offsets<kOffsetThreads>, {dim3(2), dim3(kOffsetThreads)}, stream,
+               offsets);
   if (is_model_shape(problem)) {
     if (takes_many_warps(problem, device)) {
       launch_attend<kManyWarps>(params, stream);
