@@ -17,6 +17,7 @@ std::vector<BenchCase> index_select_cases();
 std::vector<BenchCase> index_quantize_cases();
 std::vector<BenchCase> pack_rows_cases();
 std::vector<BenchCase> unpack_rows_cases();
+std::vector<BenchCase> dense_mla_cases();
 std::vector<BenchCase> mha_varlen_cases();
 std::vector<BenchCase> metadata_refresh_cases();
 std::vector<BenchCase> merge_lse_cases();

@@ -8,6 +8,7 @@
 #include "bench/cases.h"
 #include "bench/check.h"
 #include "bench/operator_case.h"
+#include "fovea/dense_mla.h"
 #include "fovea/merge_lse.h"
 #include "fovea/metadata.h"
 #include "fovea/mha_varlen.h"
@@ -154,6 +155,60 @@ class SparseMlaCase : public OperatorCase<SparseMla, OutLse> {
   OwnedTensor q_, kv_, indices_, schedule_, split_indptr_;
 };
 
+// ---- dense_mla: equal requests, each with its own pages.
+
+class DenseMlaCase : public OperatorCase<DenseMla, OutLse> {
+ public:
+  DenseMlaCase(const DenseMlaProblem& problem, int64_t keys) : OperatorCase(problem) {
+    Generator generator(14);
+    const int64_t requests = problem.max_requests, rows = problem.max_rows / requests;
+    const int64_t pages = problem.max_pages;
+    q_ = normal_bf16(&generator, {problem.max_rows, problem.num_heads, 576});
+    kv_ = normal_bf16(&generator, {requests * pages, kPageSize, 1, 576});
+    page_table_ =
+        from_i32(distinct(&generator, requests * pages, requests * pages), {requests, pages});
+    kv_len_ = filled_i32({requests}, static_cast<int32_t>(keys));
+    std::vector<int32_t> offsets;
+    for (int64_t r = 0; r <= requests; ++r) offsets.push_back(static_cast<int32_t>(r * rows));
+    q_indptr_ = from_i32(offsets, {requests + 1});
+    const int64_t seen = rows * keys - rows * (rows - 1) / 2;  // of a request
+    work_.flops = 2.0 * (576 + 512) * as_double(requests * seen * problem.num_heads);
+    work_.bytes_read = as_double(requests * keys * 1152 + q_.bytes());
+    work_.bytes_written = as_double(make_outputs().bytes());
+    work_.traffic = Traffic::kGather1152;
+  }
+
+ private:
+  OutLse make_outputs() const override {
+    return {OwnedTensor(DType::kBf16, {problem_.max_rows, problem_.num_heads, kLatentDim}),
+            OwnedTensor(DType::kF32, {problem_.max_rows, problem_.num_heads})};
+  }
+  DenseMlaTensors tensors(OutLse* outputs) override {
+    return {q_, kv_, page_table_, kv_len_, q_indptr_, outputs->out, outputs->lse};
+  }
+  std::vector<int64_t> sampled_rows() const override { return spread_rows(problem_.max_rows); }
+  // Row i of its request alone, over the keys that it sees.
+  DenseMlaTensors row_of(const DenseMlaTensors& full, int64_t row) override {
+    const int64_t rows = problem_.max_rows / problem_.max_requests;
+    const int64_t r = row / rows;
+    const auto* lengths = static_cast<const int32_t*>(kv_len_.view().data);
+    row_kv_len_ = from_i32({static_cast<int32_t>(lengths[r] - rows + row % rows + 1)}, {1});
+    row_q_indptr_ = from_i32({0, 1}, {2});
+    return {slice_rows(full.q, row, row + 1),
+            full.kv,
+            slice_rows(full.page_table, r, r + 1),
+            row_kv_len_,
+            row_q_indptr_,
+            slice_rows(full.out, row, row + 1),
+            slice_rows(full.lse, row, row + 1)};
+  }
+  std::string difference(const DenseMlaTensors& actual, const DenseMlaTensors& reference) override {
+    return out_lse_difference(actual, reference);
+  }
+
+  OwnedTensor q_, kv_, page_table_, kv_len_, q_indptr_, row_kv_len_, row_q_indptr_;
+};
+
 // ---- mha_varlen: equal requests, causal, no prefix.
 
 class MhaVarlenCase : public OperatorCase<MhaVarlen, OutLse> {
@@ -297,6 +352,35 @@ std::vector<BenchCase> sparse_mla_cases() {
       problem.split_parts = parts;
       cases.push_back(sparse_mla_case(problem));
     }
+  }
+  return cases;
+}
+
+std::vector<BenchCase> dense_mla_cases() {
+  struct Shape {
+    int64_t requests, rows, keys, heads;
+  };
+  std::vector<BenchCase> cases;
+  for (const auto& [requests, rows, keys, heads] : {Shape{1, 1, 8192, 128},
+                                                    {1, 1, 8192, 32},
+                                                    {16, 1, 1024, 32},
+                                                    {1, 64, 2048, 32},
+                                                    {1, 64, 2048, 128}}) {
+    DenseMlaProblem problem;
+    problem.max_rows = requests * rows;
+    problem.max_requests = requests;
+    problem.max_pages = keys / kPageSize;
+    problem.num_heads = heads;
+    problem.page_size = kPageSize;
+    problem.softmax_scale = static_cast<float>(1 / std::sqrt(192.0));
+    BenchCase entry;
+    entry.op = "dense_mla";
+    entry.name = fmt::format("h{}_{}x{}_of_{}", heads, requests, rows, keys);
+    entry.description =
+        fmt::format("{} request{} of {} row{} over {} bf16 keys, {} heads, causal", requests,
+                    requests == 1 ? "" : "s", rows, rows == 1 ? "" : "s", keys, heads);
+    entry.make = [problem, keys = keys] { return std::make_unique<DenseMlaCase>(problem, keys); };
+    cases.push_back(std::move(entry));
   }
   return cases;
 }

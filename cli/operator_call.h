@@ -59,6 +59,8 @@ class OperatorCall {
   bool has(const std::string& name) const { return inputs_.find(name).defined(); }
   /// kNone when absent.
   DType dtype_of(const std::string& name) const { return inputs_.find(name).dtype; }
+  /// 0 when absent.
+  int rank_of(const std::string& name) const { return inputs_.find(name).rank; }
 
   // Axes.
   int64_t extent(const std::string& axis) const;

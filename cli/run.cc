@@ -66,6 +66,7 @@ const std::vector<Binding>& bindings() {
       {"causal_conv1d", run_causal_conv1d},
       {"concat_absorbed_q", run_concat_absorbed_q},
       {"context_split", run_context_split},
+      {"dense_mla", run_dense_mla},
       {"index_logits", run_index_logits},
       {"index_quantize", run_index_quantize},
       {"index_select", run_index_select},

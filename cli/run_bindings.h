@@ -18,6 +18,7 @@ void run_index_logits(OperatorCall& call);
 void run_index_select(OperatorCall& call);
 void run_topk_select(OperatorCall& call);
 void run_sparse_mla(OperatorCall& call);
+void run_dense_mla(OperatorCall& call);
 void run_mha_varlen(OperatorCall& call);
 void run_merge_lse(OperatorCall& call);
 void run_concat_absorbed_q(OperatorCall& call);

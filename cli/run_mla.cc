@@ -3,6 +3,7 @@
 #include <optional>
 
 #include "cli/run_bindings.h"
+#include "fovea/dense_mla.h"
 #include "fovea/merge_lse.h"
 #include "fovea/mha_varlen.h"
 #include "fovea/mla_inputs.h"
@@ -99,6 +100,42 @@ void run_sparse_mla(OperatorCall& call) {
   tensors.out = call.out("out", "bf16 [T, H, 512]");
   tensors.lse = call.out("lse", "f32 [T, H]");
   tensors.max_logits = call.out("max_logits", "f32 [T, H]");
+  call.run(plan, tensors);
+}
+
+void run_dense_mla(OperatorCall& call) {
+  DenseMlaProblem problem;
+  DenseMlaTensors tensors;
+  tensors.q = call.in("q", "bf16|u8 [T, H, Dqk]");
+  problem.row_format = call.choice<RowFormat>(
+      "row_format",
+      {{"bf16", RowFormat::kBf16}, {"v32", RowFormat::kV32}, {"f576", RowFormat::kF576}},
+      RowFormat::kBf16, {"v4", "r512"});
+  if (call.rank_of("kv") == 4) {
+    tensors.kv = call.in("kv", "bf16 [pages, page_size, h_kv, Dqk]");
+    problem.num_heads_kv = call.extent("h_kv");
+    problem.page_size = call.integer("page_size", call.extent("page_size"));
+  } else {
+    tensors.kv = call.dtype_of("kv") == DType::kBf16 ? call.in("kv", "bf16 [S, Dqk]")
+                                                     : call.in("kv", "u8 [pages, page_bytes]");
+    problem.page_size = call.integer("page_size");
+  }
+  tensors.page_table = call.in("page_table", "i32 [R, max_pages]");
+  tensors.kv_len = call.in("kv_len", "i32 [R]");
+  tensors.q_indptr = call.in("q_indptr", "i32 [R+1]");
+  problem.softmax_scale = call.number("softmax_scale");
+  problem.causal = call.flag("causal", true);
+  problem.q_scale = call.number("q_scale", 1.0f);
+  problem.k_scale = call.number("k_scale", 1.0f);
+  problem.split_keys = call.integer("split_keys", 0);
+  problem.max_rows = call.extent("T");
+  problem.max_requests = call.extent("R");
+  problem.max_pages = call.extent("max_pages");
+  problem.num_heads = call.extent("H");
+  problem.head_dim_qk = call.extent("Dqk");
+  const DenseMla plan = call.plan<DenseMla>(problem);
+  tensors.out = call.out("out", "bf16 [T, H, 512]");
+  tensors.lse = call.out("lse", "f32 [T, H]");
   call.run(plan, tensors);
 }
 

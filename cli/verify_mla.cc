@@ -157,6 +157,51 @@ std::vector<VerifyCase> make_sparse_cases(uint64_t seed) {
   return cases;
 }
 
+// A paged cache of 7 pages, of which the tables name some twice, some not and some that are not
+// there; 3 requests.
+VerifyCase make_dense_case(const std::string& name, const std::string& format, int64_t heads,
+                           int64_t heads_kv, int64_t page_size,
+                           const std::vector<int32_t>& q_indptr, const std::vector<int32_t>& kv_len,
+                           uint64_t seed) {
+  CaseBuilder builder(name, seed);
+  const int64_t pages = 7, columns = 4, rows = 12;
+  builder.normals("q", DType::kBf16, {rows, heads, 576}, 0.5);
+  if (format == "v32") {
+    add_v32_pool(builder, "kv", pages, page_size, 48);
+  } else if (format == "f576") {
+    add_codes(builder, "kv", {pages, page_size * 576 + 5}, 0.5);
+  } else {
+    builder.normals("kv", DType::kBf16, {pages, page_size, heads_kv, 576}, 0.5);
+  }
+  if (format != "bf16") builder.param("page_size", page_size);
+  builder.integers("page_table", {3, columns}, 0, pages - 1);
+  make_hostile(builder, "page_table", 0.2);
+  builder.list("kv_len", kv_len)
+      .list("q_indptr", q_indptr)
+      .param("row_format", format)
+      .param("softmax_scale", 0.1352338);
+  return builder.take();
+}
+
+std::vector<VerifyCase> make_dense_cases(uint64_t seed) {
+  std::vector<VerifyCase> cases;
+  const std::vector<int32_t> rows = {0, 1, 8, 12}, lengths = {61, 70, 2};
+  for (const int64_t heads : {1, 16, 40})
+    cases.push_back(make_dense_case("bf16_heads" + std::to_string(heads), "bf16", heads, 1, 19,
+                                    rows, lengths, seed));
+  cases.push_back(make_dense_case("kv_heads", "bf16", 6, 3, 32, rows, {127, 0, 100}, seed));
+  cases.push_back(make_dense_case("v32", "v32", 8, 1, 64, rows, {256, 99, 64}, seed));
+  cases.push_back(make_dense_case("f576", "f576", 9, 1, 31, rows, lengths, seed));
+  cases.push_back(make_dense_case("one_token_pages", "v32", 4, 1, 1, rows, {4, 3, 1}, seed));
+  cases.push_back(
+      with_param(make_dense_case("bf16", "bf16", 5, 1, 16, rows, lengths, seed), "causal", false));
+  cases.push_back(with_param(make_dense_case("bf16", "bf16", 5, 1, 64, rows, {250, 130, 64}, seed),
+                             "split_keys", 64));
+  cases.push_back(make_dense_case("hostile_lengths", "bf16", 3, 1, 8, {2, -7, 2000000000, 5},
+                                  {2147483647, -1, 9}, seed));
+  return cases;
+}
+
 VerifyCase make_mha_case(const std::string& name, int64_t heads,
                          const std::vector<int32_t>& q_indptr,
                          const std::vector<int32_t>& kv_indptr, int64_t rows, int64_t keys,
@@ -272,6 +317,10 @@ void add_verify_mla(std::vector<VerifyOperator>& list) {
        make_sparse_cases,
        {{"out", kBf16ProductTolerance}, {"lse", kFp32Tolerance}, {"max_logits", kFp32Tolerance}},
        nullptr});
+  list.push_back({"dense_mla",
+                  make_dense_cases,
+                  {{"out", kBf16ProductTolerance}, {"lse", kFp32Tolerance}},
+                  nullptr});
   list.push_back(
       {"mha_varlen", make_mha_cases, {{"out", kBf16Tolerance}, {"lse", kFp32Tolerance}}, nullptr});
   list.push_back(

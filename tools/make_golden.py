@@ -727,6 +727,17 @@ def sparse_cases(folder, rng):
     write(folder, "sparse_mla", "f576", params, inputs, expected)
 
 
+def dense_mla_cases(folder, rng):
+    # Pages of one token: a key, a page outside the pool, a key; the rest of the table is beyond the length.
+    q, pool = e4m3_codes(rng.normal(size=(1, 1, 576))), e4m3_codes(rng.normal(size=(3, 576)))
+    inputs = {"q": q, "kv": pool, "page_table": i32([[2, 3, 0, 1]]), "kv_len": i32([3]), "q_indptr": i32([0, 1])}
+    params = {"softmax_scale": 0.1352338, "row_format": "f576", "page_size": 1, "q_scale": 0.5, "k_scale": 2.0}
+    keys = e4m3_values(pool)[[2, 0]] * 2.0
+    out, lse, _ = attend(e4m3_values(q)[0, 0] * 0.5, keys, keys[:, :512], 0.1352338, 0, None, -INF)
+    expected = {"out": Bf16(out.reshape(1, 1, 512)), "lse": np.array([[lse]], np.float32)}
+    write(folder, "dense_mla", "f576", params, inputs, expected)
+
+
 def mha_cases(folder, rng):
     q_indptr, kv_indptr = i32([0, 5, 5, 8]), i32([0, 3, 9, 21])
     q, k, v = (Bf16(rng.normal(size=shape)) for shape in ((9, 2, 192), (21, 2, 192), (21, 2, 128)))
@@ -998,7 +1009,8 @@ def main():
     root = pathlib.Path(__file__).resolve().parents[1]
     folder = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else root / "tests" / "golden"
     folder.mkdir(parents=True, exist_ok=True)
-    makers = (cache_cases, batch_cases, index_cases, sparse_cases, mha_cases, merge_cases, mla_input_cases, kda_cases)
+    makers = (cache_cases, batch_cases, index_cases, sparse_cases, mha_cases, merge_cases, mla_input_cases, kda_cases,
+              dense_mla_cases)
     for number, make in enumerate(makers):
         make(folder, np.random.default_rng(number))
     sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]

@@ -7,6 +7,7 @@
 #include "fovea/compare.h"
 #include "fovea/compat_metadata.h"
 #include "fovea/context_split.h"
+#include "fovea/dense_mla.h"
 #include "fovea/device.h"
 #include "fovea/device_info.h"
 #include "fovea/device_memory.h"

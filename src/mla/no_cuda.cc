@@ -1,5 +1,6 @@
 #include "src/core/no_cuda.h"
 
+#include "src/mla/dense_mla_impl.h"
 #include "src/mla/merge_lse_impl.h"
 #include "src/mla/mha_varlen_impl.h"
 #include "src/mla/mla_inputs_impl.h"
@@ -20,6 +21,13 @@ void concat_absorbed_q_cuda_portable(const ConcatAbsorbedQProblem&, const Device
 void mla_rope_quantize_cuda_portable(const MlaRopeQuantizeProblem&, const Device&,
                                      const MlaRopeQuantizeTensors&, Workspace, Stream) {
   without_cuda("mla_rope_quantize");
+}
+
+Refusal dense_mla_cuda_supports(const DenseMlaProblem&) { return {}; }
+size_t dense_mla_cuda_workspace(const DenseMlaProblem&, const Device&) { return 0; }
+void dense_mla_cuda_portable(const DenseMlaProblem&, const Device&, const DenseMlaTensors&,
+                             Workspace, Stream) {
+  without_cuda("dense_mla");
 }
 
 Refusal mha_varlen_cuda_supports(const MhaVarlenProblem&) { return {}; }

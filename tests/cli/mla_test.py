@@ -1,4 +1,4 @@
-"""fovea run: sparse_mla, mha_varlen and merge_lse on inputs whose results are known by hand."""
+"""fovea run: sparse_mla, dense_mla, mha_varlen and merge_lse on inputs whose results are known by hand."""
 
 import math
 
@@ -165,6 +165,39 @@ class MlaInputsTest(CommandLineTest):
         self.assertEqual(bytes(out["q_fp8"].values), b"\x30" * 512 + b"\xb0" * 32 + b"\x30" * 32)
         self.expect_refused("mla_rope_quantize", keys, {}, "rope_style is missing")
         self.expect_refused("mla_rope_quantize", keys, params | {"k_scale": 0}, "k_scale = 0")
+
+
+class DenseMlaTest(CommandLineTest):
+    def tensors(self):
+        # Pages of two tokens; token j of a page p holds 2 p + j in every channel.
+        values = [float(j) for j in range(6) for _ in range(576)]
+        return {
+            "q": Tensor("BF16", [4, 1, 576]),
+            "kv": Tensor("BF16", [3, 2, 1, 576], values),
+            "page_table": Tensor("I32", [1, 3], [2, 0, 99]),
+            "kv_len": Tensor("I32", [1], [3]),
+            "q_indptr": Tensor("I32", [2], [0, 3]),
+        }
+
+    def test_causal_rows_are_right_aligned(self):
+        result, out = self.run_operator("dense_mla", self.tensors(), PARAMS)
+        self.expect(result, 0)  # keys 4, 5, 0; row 3 belongs to no request: zero bytes
+        self.assertEqual([out["out"].values[t * 512] for t in range(4)], [4.0, 4.5, 3.0, 0.0])
+        self.assertAlmostEqual(out["lse"].values[2], math.log(3), 6)
+        self.assertEqual(out["lse"].values[3], 0.0)
+        result, out = self.run_operator("dense_mla", self.tensors(), PARAMS | {"causal": False, "page_size": 2})
+        self.expect(result, 0)
+        self.assertEqual([out["out"].values[t * 512] for t in range(3)], [3.0] * 3)
+
+    def test_refusals(self):
+        tensors = self.tensors()
+        self.expect_refused("dense_mla", tensors, PARAMS | {"page_size": 4}, "page_size", "4")
+        self.expect_refused("dense_mla", tensors, {}, "softmax_scale")
+        self.expect_refused("dense_mla", tensors, PARAMS | {"row_format": "v32"}, "kv has 4 axes")
+        self.expect_refused("dense_mla", tensors, PARAMS | {"row_format": "v4"}, "v4")
+        self.expect_refused("dense_mla", tensors, PARAMS | {"k_scale": 2}, "k_scale")
+        self.expect_refused("dense_mla", tensors | {"kv_len": Tensor("I32", [2])}, PARAMS, "kv_len")
+        self.expect_refused("dense_mla", tensors | {"indices": Tensor("I32", [2])}, PARAMS, "indices")
 
 
 class MhaTest(CommandLineTest):
