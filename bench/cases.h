@@ -21,6 +21,8 @@ std::vector<BenchCase> dense_mla_cases();
 std::vector<BenchCase> mha_varlen_cases();
 std::vector<BenchCase> metadata_refresh_cases();
 std::vector<BenchCase> merge_lse_cases();
+std::vector<BenchCase> kda_prefill_cases();
+std::vector<BenchCase> kda_decode_cases();
 
 /// The latent cache of a sparse_mla case: the rows of a request are taken from a region of its own
 /// (from the first one again when there are more requests), whose pages lie in random order.

@@ -14,6 +14,8 @@ constexpr internal::Implementation<KdaDecodeProblem, KdaDecodeTensors> kImplemen
     {"cuda_portable", DeviceKind::kCuda, internal::cuda_available,
      internal::kda_decode_cuda_supports, internal::kda_decode_cuda_workspace, nullptr,
      internal::kda_decode_cuda_portable},
+    {"cpu", DeviceKind::kCpu, nullptr, nullptr, internal::kda_decode_cpu_workspace,
+     internal::kda_decode_cpu},
     {"ref", DeviceKind::kCpu, nullptr, nullptr, internal::kda_decode_ref_workspace,
      internal::kda_decode_ref},
 };

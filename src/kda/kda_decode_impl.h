@@ -16,6 +16,9 @@ Refusal kda_decode_cuda_supports(const KdaDecodeProblem& problem);
 size_t kda_decode_cuda_workspace(const KdaDecodeProblem& problem, const Device& device);
 void kda_decode_cuda_portable(const KdaDecodeProblem& problem, const Device& device,
                               const KdaDecodeTensors& tensors, Workspace workspace, Stream stream);
+size_t kda_decode_cpu_workspace(const KdaDecodeProblem& problem, const Device& device);
+void kda_decode_cpu(const KdaDecodeProblem& problem, const Device& device,
+                    const KdaDecodeTensors& tensors, Workspace workspace);
 
 /// Elements of int64_t that judge_kda_decode needs: 0 without `check`.
 int64_t kda_decode_check_elements(const KdaDecodeProblem& problem);

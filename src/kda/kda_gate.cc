@@ -13,6 +13,7 @@ constexpr char kOp[] = "kda_gate";
 constexpr internal::Implementation<KdaGateProblem, KdaGateTensors> kImplementations[] = {
     {"cuda_portable", DeviceKind::kCuda, internal::cuda_available, internal::kda_gate_cuda_supports,
      nullptr, nullptr, internal::kda_gate_cuda_portable},
+    {"cpu", DeviceKind::kCpu, nullptr, nullptr, nullptr, internal::kda_gate_cpu},
     {"ref", DeviceKind::kCpu, nullptr, nullptr, nullptr, internal::kda_gate_ref},
 };
 

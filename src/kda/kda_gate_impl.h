@@ -6,6 +6,8 @@
 /// The implementations of kda_gate.
 namespace fovea::internal {
 
+void kda_gate_cpu(const KdaGateProblem& problem, const Device& device,
+                  const KdaGateTensors& tensors, Workspace workspace);
 void kda_gate_ref(const KdaGateProblem& problem, const Device& device,
                   const KdaGateTensors& tensors, Workspace workspace);
 

@@ -16,6 +16,8 @@ constexpr internal::Implementation<KdaPrefillProblem, KdaPrefillTensors> kImplem
     {"cuda_portable", DeviceKind::kCuda, internal::cuda_available,
      internal::kda_prefill_cuda_supports, internal::kda_prefill_cuda_workspace, nullptr,
      internal::kda_prefill_cuda_portable},
+    {"cpu", DeviceKind::kCpu, nullptr, nullptr, internal::kda_prefill_cpu_workspace,
+     internal::kda_prefill_cpu},
     {"ref", DeviceKind::kCpu, nullptr, nullptr, internal::kda_prefill_ref_workspace,
      internal::kda_prefill_ref},
 };

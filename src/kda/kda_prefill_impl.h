@@ -19,6 +19,9 @@ size_t kda_prefill_cuda_workspace(const KdaPrefillProblem& problem, const Device
 void kda_prefill_cuda_portable(const KdaPrefillProblem& problem, const Device& device,
                                const KdaPrefillTensors& tensors, Workspace workspace,
                                Stream stream);
+size_t kda_prefill_cpu_workspace(const KdaPrefillProblem& problem, const Device& device);
+void kda_prefill_cpu(const KdaPrefillProblem& problem, const Device& device,
+                     const KdaPrefillTensors& tensors, Workspace workspace);
 
 /// Elements of int64_t that judge_kda_prefill needs: 0 without `check`.
 int64_t kda_prefill_check_elements(const KdaPrefillProblem& problem);

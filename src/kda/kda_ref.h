@@ -45,6 +45,7 @@ struct RefToken {
   double* q = nullptr;          // [K], normalised where asked
   double* k = nullptr;          // [K]
   double* log_decay = nullptr;  // [K], natural
+  double* decay = nullptr;      // [K], exp of it
   double* v = nullptr;          // [V]
   double beta = 0;
 
@@ -53,6 +54,7 @@ struct RefToken {
     token.q = cutter->take<double>(layer.head_dim_k);
     token.k = cutter->take<double>(layer.head_dim_k);
     token.log_decay = cutter->take<double>(layer.head_dim_k);
+    token.decay = cutter->take<double>(layer.head_dim_k);
     token.v = cutter->take<double>(layer.head_dim_v);
     return token;
   }
@@ -79,6 +81,7 @@ class RefInputs {
     for (int64_t c = 0; c < layer_.head_dim_k; ++c) {
       token->log_decay[c] = ref_log_decay(layer_.gate, g_(t, value_head, c),
                                           dt_bias_ ? dt_bias_(value_head, c) : 0.0f, rate);
+      token->decay[c] = std::exp(token->log_decay[c]);
     }
     for (int64_t d = 0; d < layer_.head_dim_v; ++d) {
       token->v[d] = static_cast<double>(v_(t, value_head, d));
@@ -113,7 +116,7 @@ inline void ref_step(const KdaLayer& layer, const RefToken& token, double* state
     double* row = state + d * layer.head_dim_k;
     double recalled = 0;  // (S^T k)_d of the decayed state
     for (int64_t c = 0; c < layer.head_dim_k; ++c) {
-      row[c] *= std::exp(token.log_decay[c]);
+      row[c] *= token.decay[c];
       recalled += row[c] * token.k[c];
     }
     const double correction = token.beta * (token.v[d] - recalled);

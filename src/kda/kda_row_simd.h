@@ -148,47 +148,37 @@ HWY_INLINE GateHead gate_head(const KdaGate& gate, const float* a_log, const flo
           dt_bias};
 }
 
-/// Log decay (natural) of biased gate values; kGiven: themselves.
-template <GateKind kKind, class D>
-HWY_INLINE hn::Vec<D> log_decay(D d, const GateHead& head, hn::Vec<D> a) {
-  if constexpr (kKind == GateKind::kSoftplus) {
-    // softplus(a) = max(a, 0) + ln(1 + e^-|a|); a minimum or maximum may drop a NaN, which
-    // e^-|a| keeps.
-    const auto tail = log1p_of_fraction(d, exp_f32(d, hn::Neg(hn::Abs(a))));
-    const auto softplus = hn::Add(hn::Max(a, hn::Zero(d)), tail);
-    return hn::Mul(hn::Set(d, -head.rate), softplus);
-  } else if constexpr (kKind == GateKind::kLowerBound) {
-    const auto e = exp_f32(d, hn::Mul(hn::Set(d, -head.rate), a));
-    return hn::Div(hn::Set(d, head.lower_bound), hn::Add(e, hn::Set(d, 1.0f)));
-  } else {
-    return a;
-  }
-}
-
-/// Calls `row(log decay, offset)` for every vector of `padded` channels of raw gate values.
-template <GateKind kKind, class Row>
-HWY_INLINE void each_log_decay(const GateHead& head, const float* raw, const float* bias,
-                               int64_t padded, Row&& row) {
+/// In place: raw gate values to log decays (natural). `bias` is padded with zeros; `padded` is at
+/// most 256.
+///
+/// One loop for each function: their chains of dependent steps are long, and only loops with few
+/// steps leave room in the CPU's window for enough vectors at a time.
+inline void log_decay_row(const GateHead& head, const float* bias, int64_t padded, float* row) {
   const F32 d;
   const auto lanes = static_cast<int64_t>(hn::Lanes(d));
-  for (int64_t i = 0; i < padded; i += lanes) {
-    auto a = hn::LoadU(d, raw + i);
-    if constexpr (kKind != GateKind::kGiven) a = hn::Add(a, hn::LoadU(d, bias + i));
-    row(log_decay<kKind>(d, head, a), i);
-  }
-}
-
-/// The same, with the kind looked up. `bias` is padded with zeros.
-template <class Row>
-HWY_INLINE void each_log_decay(const GateHead& head, const float* raw, const float* bias,
-                               int64_t padded, Row&& row) {
-  switch (head.kind) {
-    case GateKind::kSoftplus:
-      return each_log_decay<GateKind::kSoftplus>(head, raw, bias, padded, row);
-    case GateKind::kLowerBound:
-      return each_log_decay<GateKind::kLowerBound>(head, raw, bias, padded, row);
-    case GateKind::kGiven:
-      return each_log_decay<GateKind::kGiven>(head, raw, bias, padded, row);
+  const auto one = hn::Set(d, 1.0f);
+  if (head.kind == GateKind::kSoftplus) {
+    // softplus(a) = max(a, 0) + ln(1 + e^-|a|); a maximum may drop a NaN, which e^-|a| keeps.
+    HWY_ALIGN float exponential[256];
+    for (int64_t i = 0; i < padded; i += lanes) {
+      const auto a = hn::Add(hn::LoadU(d, row + i), hn::LoadU(d, bias + i));
+      hn::StoreU(hn::Max(a, hn::Zero(d)), d, row + i);
+      hn::Store(exp_f32(d, hn::Neg(hn::Abs(a))), d, exponential + i);
+    }
+    const auto minus_rate = hn::Set(d, -head.rate);
+    for (int64_t i = 0; i < padded; i += lanes) {
+      const auto tail = log1p_of_fraction(d, hn::Load(d, exponential + i));
+      hn::StoreU(hn::Mul(minus_rate, hn::Add(hn::LoadU(d, row + i), tail)), d, row + i);
+    }
+  } else if (head.kind == GateKind::kLowerBound) {
+    const auto minus_rate = hn::Set(d, -head.rate);
+    for (int64_t i = 0; i < padded; i += lanes) {
+      const auto a = hn::Add(hn::LoadU(d, row + i), hn::LoadU(d, bias + i));
+      hn::StoreU(exp_f32(d, hn::Mul(minus_rate, a)), d, row + i);
+    }
+    const auto bound = hn::Set(d, head.lower_bound);
+    for (int64_t i = 0; i < padded; i += lanes)
+      hn::StoreU(hn::Div(bound, hn::Add(hn::LoadU(d, row + i), one)), d, row + i);
   }
 }
 

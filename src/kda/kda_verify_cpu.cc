@@ -48,14 +48,13 @@ void prepare_rows(const VerifyCall& call, const VerifyWork& work, int64_t reques
     work.query_key[t] = hn::GetLane(hn::SumOfLanes(d, dot));
     work.beta[t] = call.inputs.beta.value(row, head);
     if (call.inputs.g.is_bf16)
-      load_row(call.inputs.g.bf16(row, head), dim_k, padded, work.raw);
+      load_row(call.inputs.g.bf16(row, head), dim_k, padded, work.log_decay);
     else
-      load_row(call.inputs.g.f32(row, head), dim_k, padded, work.raw);
+      load_row(call.inputs.g.f32(row, head), dim_k, padded, work.log_decay);
+    log_decay_row(gate, work.bias, padded, work.log_decay);
     float* const decay = work.decay + t * padded;
-    each_log_decay(gate, work.raw, work.bias, padded, [&](hn::Vec<F32> log_decay, int64_t i) {
-      hn::StoreU(log_decay, d, work.log_decay + i);
-      hn::StoreU(exp_f32(d, log_decay), d, decay + i);
-    });
+    for (int64_t i = 0; i < padded; i += lanes)
+      hn::StoreU(exp_f32(d, hn::LoadU(d, work.log_decay + i)), d, decay + i);
     if (call.problem.mode == VerifyMode::kRecords) {
       float* const record = call.kept.at(request, t, head);
       std::copy_n(key, dim_k, record);

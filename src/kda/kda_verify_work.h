@@ -19,7 +19,6 @@ inline constexpr int64_t kVerifyRows = 4;
 struct VerifyWork {
   int64_t padded;
   float* bias;       ///< [K]
-  float* raw;        ///< [K] the gate before activation
   float* log_decay;  ///< [K]
   float* beta;       ///< [Td]
   float* query_key;  ///< [Td]
@@ -31,7 +30,7 @@ struct VerifyWork {
   VerifyWork(const KdaVerifyProblem& problem, WorkspaceCutter* cutter)
       : padded(kda_padded(problem.layer.head_dim_k)) {
     const int64_t rows = problem.rows_per_request;
-    for (float** row : {&bias, &raw, &log_decay}) *row = cutter->take<float>(padded);
+    for (float** row : {&bias, &log_decay}) *row = cutter->take<float>(padded);
     for (float** row : {&beta, &query_key}) *row = cutter->take<float>(kda_padded(rows));
     for (float** block : {&decay, &key, &query}) *block = cutter->take<float>(rows * padded);
     nodes = cutter->take<float>((1 + rows) * kVerifyRows * padded);
