@@ -72,7 +72,7 @@ struct KdaLayer {
   int64_t head_dim_v = 128;     ///< V, 1..256.
   KdaGate gate;
   BetaKind beta_kind = BetaKind::kProb;
-  bool allow_neg_eigval = false;    ///< kLogit: beta = 2 * sigmoid(b).
+  bool allow_neg_eigval = false;    ///< kLogit: beta = 2 * sigmoid(b); kProb: no meaning.
   bool normalise = false;           ///< L2-normalise q and k.
   float scale = 0;                  ///< Finite, > 0; 0: K^-1/2.
   DType beta_dtype = DType::kF32;   ///< Of beta: kBf16 or kF32.

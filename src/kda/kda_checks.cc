@@ -150,9 +150,6 @@ void check_kda_layer(const char* op, const KdaLayer& layer) {
   check_range(op, "head_dim_v", layer.head_dim_v, 1, kMaxHeadDim);
   check_kda_gate(op, layer.gate);
   if (layer.beta_kind > BetaKind::kLogit) invalid(op, "beta_kind is none of BetaKind");
-  if (layer.allow_neg_eigval && layer.beta_kind != BetaKind::kLogit) {
-    invalid(op, "allow_neg_eigval needs beta_kind logit; with prob pass beta in [0, 2]");
-  }
   if (layer.scale != 0) check_positive_finite(op, "scale", layer.scale);
   check_float_type(op, "beta_dtype", layer.beta_dtype);
   check_float_type(op, "state_dtype", layer.state_dtype);

@@ -57,6 +57,10 @@ class KdaTest(CommandLineTest):
         self.close(out["state"], [9, 9] + AFTER + [7, 7])
         tensors["has_initial_state"] = Tensor("U8", [2], [0, 0])
         self.close(self.call("kda_decode", tensors)["out"], [1.5, 0])
+        tensors["beta"] = Tensor("F32", [2, 1], [0, 0])
+        self.close(self.call("kda_decode", tensors, PARAMS | {"beta_kind": "logit"})["out"], [1.5, 0])
+        doubled = PARAMS | {"beta_kind": "logit", "allow_neg_eigval": True}
+        self.close(self.call("kda_decode", tensors, doubled)["out"], [3, 0])
 
     def test_the_packed_row(self):
         tensors = token_rows(1) | {"state": Tensor("F32", [1, 1, 1, 2], STATE)}
@@ -103,7 +107,6 @@ class KdaTest(CommandLineTest):
         self.expect_refused("kda_prefill", good, {"gate": "given"}, "beta_kind is missing")
         self.expect_refused("kda_prefill", good, PARAMS | {"scale": 0}, "scale = 0")
         self.expect_refused("kda_prefill", good, PARAMS | {"chunk": 48}, "chunk = 48")
-        self.expect_refused("kda_prefill", good, PARAMS | {"allow_neg_eigval": True}, "allow_neg_eigval")
         self.expect_refused("kda_prefill", good, PARAMS | {"state_layout": "hv"}, "state_layout")
         self.expect_refused("kda_prefill", good | {"in_slot": Tensor("I32", [1])}, PARAMS, "state is missing")
         self.expect_refused("kda_prefill", good | {"snapshot_seq": Tensor("I32", [1])}, PARAMS, "snapshot_pos is missing")

@@ -301,6 +301,25 @@ TEST_P(KdaDecodeTest, TensorsMayEndAtAnUnreadablePage) {
   }
 }
 
+TEST_P(KdaDecodeTest, TheLastSlotMayEndAtAnUnreadablePageBesidePadding) {
+  for (const DType dtype : {DType::kF32, DType::kBf16}) {
+    KdaLayer layer = kda_layer(1, 2, 20, 12);
+    layer.state_dtype = dtype;
+    DecodeCase call(layer, 3, 23);
+    call.with_pool(3, {-1, 2, -1});
+    DecodeCase plain = call;
+    run(plain);
+    test::GuardedMemory memory(call.state.bytes().size());
+    std::copy(call.state.bytes().begin(), call.state.bytes().end(),
+              static_cast<uint8_t*>(memory.data()));
+    KdaDecodeTensors tensors = call.tensors();
+    tensors.state.data = memory.data();
+    call.run(options(), tensors);
+    EXPECT_EQ(test::to_doubles(tensors.state), test::to_doubles(plain.state.view()));
+    EXPECT_EQ(call.out.bytes(), plain.out.bytes());
+  }
+}
+
 TEST_P(KdaDecodeTest, MoreThan65535RowsTimesHeads) {
   expect_reference(DecodeCase(kda_layer(4, 64, 2, 3), 1030, 16));
 }

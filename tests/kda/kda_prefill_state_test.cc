@@ -401,6 +401,25 @@ TEST_P(KdaPrefillStateTest, TensorsMayEndAtAnUnreadablePage) {
   EXPECT_EQ(test::to_doubles(tensors.state), test::to_doubles(plain.state.view()));
 }
 
+TEST_P(KdaPrefillStateTest, TheLastSlotMayEndAtAnUnreadablePageBesidePadding) {
+  for (const DType dtype : {DType::kF32, DType::kBf16}) {
+    KdaLayer layer = kda_layer(1, 2, 20, 12);
+    layer.state_dtype = dtype;
+    PrefillCase call(layer, {20, 17, 5}, 23);
+    call.with_pool(3, {-1, 2, -1}, {-1, 2, -1});
+    PrefillCase plain = call;
+    run(plain);
+    test::GuardedMemory memory(call.state.bytes().size());
+    std::copy(call.state.bytes().begin(), call.state.bytes().end(),
+              static_cast<uint8_t*>(memory.data()));
+    KdaPrefillTensors tensors = call.tensors();
+    tensors.state.data = memory.data();
+    call.run(options(), tensors);
+    EXPECT_EQ(test::to_doubles(tensors.state), test::to_doubles(plain.state.view()));
+    EXPECT_EQ(call.out.bytes(), plain.out.bytes());
+  }
+}
+
 TEST_P(KdaPrefillStateTest, MoreThan65535SequencesTimesHeads) {
   const int64_t sequences = 1100;
   PrefillCase call(kda_layer(4, 60, 2, 3), std::vector<int32_t>(sequences, 1), 18);
@@ -540,7 +559,6 @@ TEST(KdaPrefill, RefusesWhatItsTablesDoNotList) {
   refuse_plan([](KdaPrefillProblem& p) { p.layer.gate.dtype = DType::kI32; });
   refuse_plan([](KdaPrefillProblem& p) { p.layer.state_dtype = DType::kU8; });
   refuse_plan([](KdaPrefillProblem& p) { p.layer.beta_dtype = DType::kNone; });
-  refuse_plan([](KdaPrefillProblem& p) { p.layer.allow_neg_eigval = true; });
   for (const float bound : {0.0f, -5.001f, 1.0f, std::nanf("")}) {
     refuse_plan([bound](KdaPrefillProblem& p) {
       p.layer.gate.kind = GateKind::kLowerBound;

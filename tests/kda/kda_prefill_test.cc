@@ -419,6 +419,25 @@ TEST_P(KdaPrefillTest, ZeroVectors) {
   }
 }
 
+TEST_P(KdaPrefillTest, TheEpsilonOfTheNormStandsInsideTheRoot) {
+  // A key of length 1e-3 becomes 1 / sqrt(2) long. With beta = 1, no decay and a fresh state, one
+  // token leaves S = k v^T: its length is that of the key.
+  KdaLayer layer = with_gate(kda_layer(1, 1, 16, 1), GateKind::kGiven);
+  layer.normalise = true;
+  PrefillCase call(layer, {1}, 26);
+  call.with_states();
+  call.has_initial_state = Tensor(DType::kU8, {1});
+  test::fill(call.inputs.g, 0.0f);
+  test::fill(call.inputs.beta, 1.0f);
+  test::fill(call.inputs.v, 1.0f);
+  test::fill(call.inputs.k, 0.00025f);
+  const double length = 4 * static_cast<double>(bf16_to_float(bf16_from_float(0.00025f)));
+  run(call);
+  double sum = 0;
+  for (const double value : test::to_doubles(call.state.view())) sum += value * value;
+  EXPECT_NEAR(std::sqrt(sum), length / std::sqrt(length * length + 1e-6), 10 * limits().state_fp32);
+}
+
 TEST_P(KdaPrefillTest, NanReachesLaterRowsOfItsValueHeadsOnly) {
   PrefillCase call(kda_layer(2, 4, 16, 8), {70, 70}, 23);
   call.with_states();
@@ -447,6 +466,55 @@ TEST_P(FullKdaPrefillTest, ModelShapes) {
     layer.beta_kind = BetaKind::kLogit;
     PrefillCase call(layer, {15, 285, 0, 800, 63}, 24);
     expect_reference(call.with_states());
+  }
+}
+
+TEST_P(FullKdaPrefillTest, EqualLengths) {
+  struct Shape {
+    int32_t batch, length;
+    int64_t heads, value_heads;
+  };
+  for (const auto& [batch, length, heads, value_heads] :
+       {Shape{1, 63, 1, 1}, Shape{2, 500, 3, 3}, Shape{3, 1000, 2, 8}, Shape{4, 1024, 4, 4},
+        Shape{2, 1500, 4, 4}, Shape{4, 2048, 8, 8}, Shape{8, 1024, 2, 2}}) {
+    SCOPED_TRACE(testing::Message() << batch << " x " << length << ", " << value_heads << " heads");
+    KdaLayer layer = kda_layer(heads, value_heads, 128, 128);
+    layer.normalise = true;
+    PrefillCase call(layer, std::vector<int32_t>(static_cast<size_t>(batch), length), 27);
+    expect_reference(call.with_states());
+  }
+}
+
+TEST_P(FullKdaPrefillTest, ManyHeadsOfALongSequence) {
+  // 1 x 8192 with 96 heads; the reference computes the first and the last of them.
+  KdaLayer layer = with_gate(kda_layer(96, 96, 128, 128), GateKind::kLowerBound);
+  layer.normalise = true;
+  PrefillCase call(layer, {8192}, 28);
+  call.with_states();
+  PrefillCase expected = call;
+  run(call, 2);
+  for (const int64_t head : {0, 95}) {
+    const auto cut = [&](auto view, size_t axis) {
+      const auto size = static_cast<int64_t>(size_of(view.dtype));
+      view.data =
+          const_cast<char*>(static_cast<const char*>(view.data)) + head * view.stride[axis] * size;
+      view.shape[axis] = 1;
+      return view;
+    };
+    KdaPrefillTensors t = expected.tensors();
+    t.q = cut(t.q, 1);
+    t.k = cut(t.k, 1);
+    t.v = cut(t.v, 1);
+    t.g = cut(t.g, 1);
+    t.beta = cut(t.beta, 1);
+    t.a_log = cut(t.a_log, 0);
+    t.dt_bias = cut(t.dt_bias, 0);
+    t.state = cut(t.state, 1);
+    t.out = cut(t.out, 1);
+    expected.problem.layer.num_heads = expected.problem.layer.num_value_heads = 1;
+    expected.run({"ref"}, t);
+    EXPECT_TRUE(test::within(cut(call.out.view(), 1), t.out, limits().out));
+    EXPECT_TRUE(test::within(cut(call.state.view(), 1), t.state, limits().state_fp32));
   }
 }
 
