@@ -9,16 +9,28 @@ namespace fovea::internal {
 
 void kda_stage_gate_ref(const KdaStageProblem& problem, const Device& device,
                         const KdaStageGateTensors& tensors, Workspace workspace);
+size_t kda_stage_gate_cpu_workspace(const KdaStageProblem& problem, const Device& device);
+void kda_stage_gate_cpu(const KdaStageProblem& problem, const Device& device,
+                        const KdaStageGateTensors& tensors, Workspace workspace);
 
 size_t kda_stage_intra_ref_workspace(const KdaStageProblem& problem, const Device& device);
 void kda_stage_intra_ref(const KdaStageProblem& problem, const Device& device,
+                         const KdaStageIntraTensors& tensors, Workspace workspace);
+size_t kda_stage_intra_cpu_workspace(const KdaStageProblem& problem, const Device& device);
+void kda_stage_intra_cpu(const KdaStageProblem& problem, const Device& device,
                          const KdaStageIntraTensors& tensors, Workspace workspace);
 
 size_t kda_stage_inter_ref_workspace(const KdaStageProblem& problem, const Device& device);
 void kda_stage_inter_ref(const KdaStageProblem& problem, const Device& device,
                          const KdaStageInterTensors& tensors, Workspace workspace);
+size_t kda_stage_inter_cpu_workspace(const KdaStageProblem& problem, const Device& device);
+void kda_stage_inter_cpu(const KdaStageProblem& problem, const Device& device,
+                         const KdaStageInterTensors& tensors, Workspace workspace);
 
 void kda_stage_output_ref(const KdaStageProblem& problem, const Device& device,
+                          const KdaStageOutputTensors& tensors, Workspace workspace);
+size_t kda_stage_output_cpu_workspace(const KdaStageProblem& problem, const Device& device);
+void kda_stage_output_cpu(const KdaStageProblem& problem, const Device& device,
                           const KdaStageOutputTensors& tensors, Workspace workspace);
 
 /// One chunk: `count` rows from row `first` on, of sequence n, number `index` of the call.

@@ -208,6 +208,22 @@ TEST_P(KdaStageGateTest, SumsRestartWithEveryChunkAndSequence) {
   }
 }
 
+TEST_P(KdaStageGateTest, SmallTermsBehindAClosedChannelAreNotRoundedAway) {
+  // After a term of -160 the sum has steps of 2^-16; 63 terms of 2^-10 and a bit, each rounded to a
+  // step on its own, would drift by dozens of them.
+  StageCase call(stage_layer(GateKind::kGiven), {64}, 64, 11);
+  call.problem.layer.gate.dtype = DType::kF32;
+  const auto small = static_cast<float>(-0.00101 * std::log(2.0));
+  call.inputs.g = test::float_tensor(DType::kF32, {64, 2, 12}, std::vector<float>(64 * 24, small));
+  test::fill_elements(call.inputs.g, 0, 24, -1000.0f);
+  call.gate(GetParam().options());
+  const bool fp32 = test::kda_limits(GetParam().implementation).state_fp32 <= 1e-5;
+  for (int64_t t = 0; t < 64; ++t) {
+    EXPECT_NEAR(at(call.g_sum, t, 1, 3), -160 - 0.00101 * static_cast<double>(t),
+                fp32 ? 2e-5 : 1e-3);
+  }
+}
+
 TEST_P(KdaStageGateTest, NormalisedKeysHaveLengthOne) {
   const Options options = GetParam().options();
   for (const DType dtype : {DType::kF32, DType::kBf16}) {
