@@ -3,6 +3,7 @@
 
 #include "src/core/access.h"
 #include "src/core/cuda/launch.cuh"
+#include "src/core/sink.h"
 #include "src/core/workspace.h"
 #include "src/mla/cuda/latent_tiles.cuh"
 #include "src/mla/sparse_mla_cache.h"
