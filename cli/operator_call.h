@@ -72,6 +72,7 @@ class OperatorCall {
   /// A finite fp32 value.
   float number(const std::string& name, std::optional<float> otherwise = std::nullopt);
   bool flag(const std::string& name, bool otherwise);
+  bool has_param(const std::string& name) const { return params_.find(name) != nullptr; }
   /// One of the words; `later` lists words that the format has but this build does not:
   /// Error(kUnsupported).
   template <class Value>
