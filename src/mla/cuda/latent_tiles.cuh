@@ -10,8 +10,8 @@
 #include "src/core/cuda/fp8.cuh"
 #include "src/core/cuda/mma.cuh"
 #include "src/core/cuda/vector_io.cuh"
+#include "src/core/sink.h"
 #include "src/core/workspace.h"
-#include "src/mla/sink.h"
 #include "src/mla/sparse_mla_cache.h"
 
 // What sparse_mla and dense_mla share on GPUs. A block of 8 warps takes kHeads heads of one row and
