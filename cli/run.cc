@@ -92,6 +92,7 @@ const std::vector<Binding>& bindings() {
       {"split_schedule", run_split_schedule},
       {"topk_select", run_topk_select},
       {"unpack_rows", run_unpack_rows},
+      {"v4_compress", run_v4_compress},
   };
   return list;
 }

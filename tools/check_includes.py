@@ -29,6 +29,7 @@ HEADER_ROOM = {
     "index_select.h": "index",
     "sparse_mla.h": "mla", "dense_mla.h": "mla", "mha_varlen.h": "mla", "merge_lse.h": "mla",
     "mla_inputs.h": "mla",
+    "v4_compress.h": "compress",
     "kda.h": "kda", "kda_gate.h": "kda", "kda_prefill.h": "kda", "kda_decode.h": "kda", "kda_verify.h": "kda",
     "kda_commit.h": "kda", "kda_stages.h": "kda", "causal_conv1d.h": "kda",
     "build_page_table.h": "msa", "msa_block_scores.h": "msa", "msa_select_blocks.h": "msa", "msa_score_select.h": "msa",

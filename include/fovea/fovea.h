@@ -51,4 +51,5 @@
 #include "fovea/stream.h"
 #include "fovea/tensor.h"
 #include "fovea/topk_select.h"
+#include "fovea/v4_compress.h"
 #include "fovea/version.h"

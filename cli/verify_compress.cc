@@ -1,0 +1,112 @@
+// fovea verify: problems of the room compress.
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "cli/verify_cases.h"
+#include "fovea/numeric.h"
+
+namespace fovea::cli {
+namespace {
+
+// Three requests in the middle of their prompts with padding between them. The state of a request
+// that starts anew is NaN.
+VerifyCase make_compress_case(const std::string& name, int64_t ratio, int64_t dim,
+                              const std::string& format, const std::string& form, uint64_t seed) {
+  CaseBuilder builder(name, seed);
+  const int64_t channels = (ratio == 4 ? 2 : 1) * dim;
+  const int64_t first[] = {0, ratio + 3, 5 * ratio - 1};
+  const int64_t count[] = {2 * ratio + 1, ratio, 2};
+  std::vector<int32_t> positions, requests;
+  for (int32_t r = 0; r < 3; ++r) {
+    for (int64_t t = 0; t < count[r]; ++t) {
+      positions.push_back(static_cast<int32_t>(first[r] + t));
+      requests.push_back(r);
+    }
+    positions.push_back(hostile_index(builder.random()));
+    requests.push_back(-1);
+    positions.push_back(-1 - r);
+    requests.push_back(r);
+  }
+  const auto rows = static_cast<int64_t>(positions.size());
+  builder.normals("kv_gate", DType::kF32, {rows, 2 * channels}, 2)
+      .normals("ape", DType::kF32, {ratio, channels})
+      .normals("norm_weight", DType::kF32, {dim})
+      .list("positions", positions)
+      .list("row_to_request", requests)
+      .normals("cos_sin", DType::kF32, {4 * ratio, 64});
+  const bool stored = form == "stored";
+  const int64_t state_elements = stored ? (channels / dim) * ratio * 2 * channels : 3 * dim;
+  if (stored) {
+    builder.normals("state", DType::kF32, {4, channels / dim * ratio, 2, channels});
+  } else {
+    builder.normals("state", DType::kF32, {4, 3, dim});
+    for (int64_t i = 0; i < 4 * state_elements; ++i) {
+      float& value = builder.at<float>("state", i);
+      if (i / dim % 3 == 1) value = 1 + std::fabs(value);  // a sum of weights
+    }
+  }
+  for (int64_t i = 0; i < state_elements; ++i)
+    builder.at<float>("state", i) = std::numeric_limits<float>::quiet_NaN();
+  const int64_t page_size = 2, row_bytes = format == "bf16" ? 2 * dim : dim + 4;
+  builder.list("state_slot", {0, 3, 1})
+      .integers("page_table", {3, 3}, 0, 8)
+      .bytes("pool", {9, page_size * row_bytes + 3})
+      .param("ratio", ratio)
+      .param("row_format", format)
+      .param("page_size", page_size)
+      .param("form", form);
+  // Pages of their own, one of them outside the pool.
+  for (int64_t i = 0; i < 9; ++i) builder.at<int32_t>("page_table", i) = static_cast<int32_t>(i);
+  builder.at<int32_t>("page_table", 1) = hostile_index(builder.random());
+  if (format == "i132") builder.param("scale_mode", "pow2");
+  return builder.take();
+}
+
+std::vector<VerifyCase> make_compress_cases(uint64_t seed) {
+  return {make_compress_case("ratio4", 4, 512, "bf16", "stored", seed),
+          make_compress_case("ratio4_i132", 4, 128, "i132", "stored", seed),
+          make_compress_case("ratio128", 128, 512, "bf16", "stored", seed),
+          make_compress_case("ratio128_online", 128, 512, "bf16", "online", seed)};
+}
+
+// The rows that were emitted, decoded, in place of the pool; every other byte as it is.
+void normalise_compress(const TensorMap& inputs, const Json& params, TensorMap& outputs) {
+  const TensorView pool = outputs.find("pool"), emitted = outputs.find("emitted");
+  if (!pool.defined() || !emitted.defined() || outputs.find("rows").defined()) return;
+  const int64_t dim = inputs.find("norm_weight").shape[0];
+  const int64_t page_size = static_cast<int64_t>(params.find("page_size")->as_number());
+  const bool codes = params.find("row_format")->as_string() == "i132";
+  const int64_t count = emitted.shape[0];
+  const TensorView rows = outputs.add("rows", DType::kF32, {count, dim});
+  for (int64_t t = 0; t < count; ++t) {
+    const int32_t slot = static_cast<const int32_t*>(emitted.data)[t];
+    if (slot < 0) continue;
+    uint8_t* const page = static_cast<uint8_t*>(pool.data) + slot / page_size * pool.shape[1];
+    uint8_t* const row = page + slot % page_size * (codes ? dim : 2 * dim);
+    float scale = 1;
+    uint8_t* const scale_at = page + page_size * dim + slot % page_size * 4;
+    if (codes) std::memcpy(&scale, scale_at, sizeof(scale));
+    for (int64_t i = 0; i < dim; ++i) {
+      bf16_t value;
+      std::memcpy(&value, row + 2 * i, codes ? 0 : sizeof(value));
+      static_cast<float*>(rows.data)[t * dim + i] =
+          codes ? scale * e4m3_to_float(row[i]) : bf16_to_float(value);
+    }
+    std::memset(row, 0, static_cast<size_t>(codes ? dim : 2 * dim));
+    if (codes) std::memset(scale_at, 0, sizeof(scale));
+  }
+}
+
+}  // namespace
+
+void add_verify_compress(std::vector<VerifyOperator>& list) {
+  // A code may differ by a step, 1/8 of its value, where rounding to bf16 ends a tie.
+  list.push_back({"v4_compress",
+                  make_compress_cases,
+                  {{"rows", {2e-3, 1.01 / 8, 5e-3}}, {"state", kFp32Tolerance}},
+                  normalise_compress});
+}
+
+}  // namespace fovea::cli
