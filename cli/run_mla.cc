@@ -1,5 +1,6 @@
 // fovea run: the operators of the room mla.
 
+#include <algorithm>
 #include <optional>
 
 #include "cli/run_bindings.h"
@@ -8,6 +9,7 @@
 #include "fovea/mha_varlen.h"
 #include "fovea/mla_inputs.h"
 #include "fovea/sparse_mla.h"
+#include "fovea/swa_indices.h"
 
 namespace fovea::cli {
 namespace {
@@ -158,6 +160,34 @@ void run_mha_varlen(OperatorCall& call) {
   const MhaVarlen plan = call.plan<MhaVarlen>(problem);
   tensors.out = call.out("out", "bf16 [T, H, Dv]");
   tensors.lse = call.out("lse", "f32 [T, H]");
+  call.run(plan, tensors);
+}
+
+void run_build_swa_indices(OperatorCall& call) {
+  SwaIndicesProblem problem;
+  SwaIndicesTensors tensors;
+  tensors.q_indptr = call.in("q_indptr", "i32 [R+1]");
+  tensors.kv_len = call.in("kv_len", "i32 [R]");
+  tensors.row_valid = call.opt("row_valid", "u8 [T]");
+  problem.window = call.integer("window");
+  problem.width = call.integer("width", problem.window);
+  problem.page_size = call.integer("page_size");
+  problem.storage = call.choice<WindowStorage>(
+      "storage", {{"paged", WindowStorage::kPaged}, {"ring", WindowStorage::kRing}},
+      WindowStorage::kPaged);
+  problem.pages = call.integer("pages", -1);
+  tensors.page_table = call.in("page_table", "i32 [R, max_pages]");
+  problem.max_requests = call.extent("R");
+  if (!tensors.row_valid.defined()) {
+    // How many rows there are follows from the offsets.
+    const auto* offsets = static_cast<const int32_t*>(tensors.q_indptr.data);
+    call.set_extent("T", std::max(0, offsets[problem.max_requests]), "q_indptr");
+  }
+  problem.max_rows = call.extent("T");
+  const BuildSwaIndices plan = call.plan<BuildSwaIndices>(problem);
+  call.set_extent("Wi", problem.width, "params.width");
+  tensors.indices = call.out("indices", "i32 [T, Wi]");
+  tensors.row_len = call.out("row_len", "i32 [T]");
   call.run(plan, tensors);
 }
 

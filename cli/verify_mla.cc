@@ -309,6 +309,27 @@ std::vector<VerifyCase> make_rope_cases(uint64_t seed) {
   return cases;
 }
 
+std::vector<VerifyCase> make_window_cases(uint64_t seed) {
+  std::vector<VerifyCase> cases;
+  for (const bool is_ring : {false, true}) {
+    CaseBuilder builder(is_ring ? "ring" : "paged", seed);
+    const int64_t rows = 12, page_size = 5;
+    builder.list("q_indptr", {0, 3, 3, 7, 6, 11})
+        .integers("kv_len", {5}, -2, 60)
+        .integers("page_table", {5, is_ring ? 1 : 9}, 0, 19)
+        .bytes("row_valid", {rows})
+        .param("window", 8)
+        .param("width", 11)
+        .param("page_size", page_size)
+        .param("storage", is_ring ? "ring" : "paged")
+        .param("pages", 20);
+    make_hostile(builder, "page_table", 0.2);
+    static_cast<uint8_t*>(builder.tensor("row_valid").data)[4] = 0;
+    cases.push_back(builder.take());
+  }
+  return cases;
+}
+
 }  // namespace
 
 void add_verify_mla(std::vector<VerifyOperator>& list) {
@@ -327,6 +348,7 @@ void add_verify_mla(std::vector<VerifyOperator>& list) {
       {"merge_lse", make_merge_cases, {{"out", kBf16Tolerance}, {"lse", kFp32Tolerance}}, nullptr});
   list.push_back({"concat_absorbed_q", make_concat_cases, {}, nullptr});
   list.push_back({"mla_rope_quantize", make_rope_cases, {}, nullptr});
+  list.push_back({"build_swa_indices", make_window_cases, {}, nullptr});
 }
 
 }  // namespace fovea::cli

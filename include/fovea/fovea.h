@@ -49,6 +49,7 @@
 #include "fovea/safetensors.h"
 #include "fovea/sparse_mla.h"
 #include "fovea/stream.h"
+#include "fovea/swa_indices.h"
 #include "fovea/tensor.h"
 #include "fovea/topk_select.h"
 #include "fovea/v4_compress.h"

@@ -5,6 +5,7 @@
 #include "src/mla/mha_varlen_impl.h"
 #include "src/mla/mla_inputs_impl.h"
 #include "src/mla/sparse_mla_impl.h"
+#include "src/mla/swa_indices_impl.h"
 
 // The kernels of the room in a build without CUDA: plan() never chooses them.
 namespace fovea::internal {
@@ -35,6 +36,12 @@ size_t mha_varlen_cuda_workspace(const MhaVarlenProblem&, const Device&) { retur
 void mha_varlen_cuda_portable(const MhaVarlenProblem&, const Device&, const MhaVarlenTensors&,
                               Workspace, Stream) {
   without_cuda("mha_varlen");
+}
+
+size_t swa_indices_cuda_workspace(const SwaIndicesProblem&, const Device&) { return 0; }
+void swa_indices_cuda_portable(const SwaIndicesProblem&, const Device&, const SwaIndicesTensors&,
+                               Workspace, Stream) {
+  without_cuda("build_swa_indices");
 }
 
 Refusal sparse_mla_cuda_supports(const SparseMlaProblem&) { return {}; }
