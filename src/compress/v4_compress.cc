@@ -46,10 +46,9 @@ void check_rows(const V4CompressProblem& problem) {
 }
 
 void check_problem(const V4CompressProblem& problem) {
-  constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
-  internal::check_range(kOp, "max_rows", problem.max_rows, 0, kMaxInt32);
-  internal::check_range(kOp, "max_requests", problem.max_requests, 0, kMaxInt32);
-  internal::check_range(kOp, "rows_per_request", problem.rows_per_request, 0, kMaxInt32);
+  internal::check_range(kOp, "max_rows", problem.max_rows, 0, internal::kMaxInt32);
+  internal::check_range(kOp, "max_requests", problem.max_requests, 0, internal::kMaxInt32);
+  internal::check_range(kOp, "rows_per_request", problem.rows_per_request, 0, internal::kMaxInt32);
   if (problem.ratio != 4 && problem.ratio != 128) {
     internal::invalid(kOp, "ratio = " + std::to_string(problem.ratio) + ", expected 4 or 128");
   }

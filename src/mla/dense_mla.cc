@@ -1,7 +1,6 @@
 #include "fovea/dense_mla.h"
 
 #include <cmath>
-#include <limits>
 #include <string>
 
 #include "src/core/check.h"
@@ -13,7 +12,6 @@ namespace fovea {
 namespace {
 
 constexpr char kOp[] = "dense_mla";
-constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 
 constexpr internal::Implementation<DenseMlaProblem, DenseMlaTensors> kImplementations[] = {
     {"cuda_portable", DeviceKind::kCuda, internal::cuda_available,
@@ -78,13 +76,13 @@ void check_scales(const DenseMlaProblem& problem) {
 
 void check_problem(const DenseMlaProblem& problem) {
   // Offsets, lengths and page ids are int32, so no batch has more rows, pages or keys.
-  internal::check_range(kOp, "max_rows", problem.max_rows, 0, kMaxInt32);
-  internal::check_range(kOp, "max_requests", problem.max_requests, 0, kMaxInt32);
-  internal::check_range(kOp, "max_pages", problem.max_pages, 0, kMaxInt32);
-  internal::check_range(kOp, "num_heads", problem.num_heads, 1, kMaxInt32);
+  internal::check_range(kOp, "max_rows", problem.max_rows, 0, internal::kMaxInt32);
+  internal::check_range(kOp, "max_requests", problem.max_requests, 0, internal::kMaxInt32);
+  internal::check_range(kOp, "max_pages", problem.max_pages, 0, internal::kMaxInt32);
+  internal::check_range(kOp, "num_heads", problem.num_heads, 1, internal::kMaxInt32);
   internal::check_range(kOp, "num_heads_kv", problem.num_heads_kv, 1, problem.num_heads);
-  internal::check_range(kOp, "page_size", problem.page_size, 1, kMaxInt32);
-  internal::check_range(kOp, "split_keys", problem.split_keys, 0, kMaxInt32);
+  internal::check_range(kOp, "page_size", problem.page_size, 1, internal::kMaxInt32);
+  internal::check_range(kOp, "split_keys", problem.split_keys, 0, internal::kMaxInt32);
   if (problem.num_heads % problem.num_heads_kv != 0) {
     internal::invalid(
         kOp, "num_heads = " + std::to_string(problem.num_heads) +

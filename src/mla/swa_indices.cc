@@ -24,12 +24,11 @@ const internal::OperatorRegistration kRegistration("mla", kOp, [] {
 });
 
 void check_problem(const SwaIndicesProblem& problem) {
-  constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
-  internal::check_range(kOp, "max_rows", problem.max_rows, 0, kMaxInt32);
-  internal::check_range(kOp, "max_requests", problem.max_requests, 0, kMaxInt32);
-  internal::check_range(kOp, "window", problem.window, 1, kMaxInt32);
-  internal::check_range(kOp, "width", problem.width, problem.window, kMaxInt32);
-  internal::check_range(kOp, "page_size", problem.page_size, 1, kMaxInt32);
+  internal::check_range(kOp, "max_rows", problem.max_rows, 0, internal::kMaxInt32);
+  internal::check_range(kOp, "max_requests", problem.max_requests, 0, internal::kMaxInt32);
+  internal::check_range(kOp, "window", problem.window, 1, internal::kMaxInt32);
+  internal::check_range(kOp, "width", problem.width, problem.window, internal::kMaxInt32);
+  internal::check_range(kOp, "page_size", problem.page_size, 1, internal::kMaxInt32);
   internal::check_range(kOp, "pages", problem.pages, -1, std::numeric_limits<int64_t>::max());
 }
 

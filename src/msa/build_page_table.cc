@@ -1,7 +1,5 @@
 #include "fovea/build_page_table.h"
 
-#include <limits>
-
 #include "src/core/check.h"
 #include "src/core/implementation_list.h"
 #include "src/msa/build_page_table_impl.h"
@@ -22,13 +20,11 @@ const internal::OperatorRegistration kRegistration("msa", kOp, [] {
   return internal::list_implementations(kImplementations);
 });
 
-constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
-
 void check_problem(const BuildPageTableProblem& problem) {
-  internal::check_range(kOp, "max_requests", problem.max_requests, 0, kMaxInt32);
-  internal::check_range(kOp, "max_pages", problem.max_pages, 0, kMaxInt32);
-  internal::check_range(kOp, "page_size", problem.page_size, 1, kMaxInt32);
-  internal::check_range(kOp, "delta", problem.delta, -kMaxInt32, kMaxInt32);
+  internal::check_range(kOp, "max_requests", problem.max_requests, 0, internal::kMaxInt32);
+  internal::check_range(kOp, "max_pages", problem.max_pages, 0, internal::kMaxInt32);
+  internal::check_range(kOp, "page_size", problem.page_size, 1, internal::kMaxInt32);
+  internal::check_range(kOp, "delta", problem.delta, -internal::kMaxInt32, internal::kMaxInt32);
 }
 
 void check_tensors(const BuildPageTableProblem& problem, const BuildPageTableTensors& tensors) {
@@ -48,7 +44,7 @@ void check_tensors(const BuildPageTableProblem& problem, const BuildPageTableTen
                          {requests + 1});
   internal::check_tensor(kOp, "kv_indices", tensors.kv_indices, DType::kI32, {kAnyExtent});
   internal::check_range(kOp, "kv_indices.shape[0]", tensors.kv_indices.shape[0],
-                        requests * max_pages, kMaxInt32);
+                        requests * max_pages, internal::kMaxInt32);
 }
 
 }  // namespace

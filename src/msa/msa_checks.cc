@@ -1,7 +1,6 @@
 #include "src/msa/msa_checks.h"
 
 #include <cmath>
-#include <limits>
 #include <string>
 
 #include "src/core/check.h"
@@ -9,7 +8,6 @@
 namespace fovea::internal {
 namespace {
 
-constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 constexpr int64_t kRowAlignment = 16;
 
 }  // namespace

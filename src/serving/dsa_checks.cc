@@ -15,8 +15,6 @@
 namespace fovea::internal {
 namespace {
 
-constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
-
 [[noreturn]] void bad_request(size_t request, const std::string& what) {
   invalid(kDsaOp, "request " + std::to_string(request) + ": " + what);
 }
