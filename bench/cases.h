@@ -26,6 +26,9 @@ std::vector<BenchCase> kda_decode_cases();
 std::vector<BenchCase> msa_attend_cases();
 std::vector<BenchCase> msa_score_select_cases();
 std::vector<BenchCase> msa_select_blocks_cases();
+std::vector<BenchCase> kda_verify_cases();
+std::vector<BenchCase> kda_commit_cases();
+std::vector<BenchCase> causal_conv1d_cases();
 
 /// The latent cache of a sparse_mla case: the rows of a request are taken from a region of its own
 /// (from the first one again when there are more requests), whose pages lie in random order.
