@@ -65,10 +65,12 @@ VerifyCase make_compress_case(const std::string& name, int64_t ratio, int64_t di
 }
 
 std::vector<VerifyCase> make_compress_cases(uint64_t seed) {
-  return {make_compress_case("ratio4", 4, 512, "bf16", "stored", seed),
-          make_compress_case("ratio4_i132", 4, 128, "i132", "stored", seed),
-          make_compress_case("ratio128", 128, 512, "bf16", "stored", seed),
-          make_compress_case("ratio128_online", 128, 512, "bf16", "online", seed)};
+  std::vector<VerifyCase> cases;
+  cases.push_back(make_compress_case("ratio4", 4, 512, "bf16", "stored", seed));
+  cases.push_back(make_compress_case("ratio4_i132", 4, 128, "i132", "stored", seed));
+  cases.push_back(make_compress_case("ratio128", 128, 512, "bf16", "stored", seed));
+  cases.push_back(make_compress_case("ratio128_online", 128, 512, "bf16", "online", seed));
+  return cases;
 }
 
 // The rows that were emitted, decoded, in place of the pool; every other byte as it is.
