@@ -63,9 +63,9 @@ void print_result(const RunOptions& options, const OperatorCall& call, const Ten
 
 const std::vector<Binding>& bindings() {
   static const std::vector<Binding> list = {
+      {"build_page_table", run_build_page_table},
       {"build_swa_indices", run_build_swa_indices},
       {"causal_conv1d", run_causal_conv1d},
-      {"build_page_table", run_build_page_table},
       {"concat_absorbed_q", run_concat_absorbed_q},
       {"context_split", run_context_split},
       {"dense_mla", run_dense_mla},
