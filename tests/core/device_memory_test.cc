@@ -211,6 +211,8 @@ TEST_P(DeviceTest, EventsOrderStreamsAndMeasureTime) {
   two.synchronize();
   EXPECT_EQ(host, std::vector<uint8_t>(16, 7));
   filled.synchronize();
+  EXPECT_TRUE(begin.is_done());
+  EXPECT_TRUE(filled.is_done());
   EXPECT_GE(Event::elapsed_ms(begin, filled), 0.0);
 }
 
@@ -220,8 +222,11 @@ TEST_P(DeviceTest, GraphsRunOnLaunchAndOftenOnTheSameAddresses) {
   fill_bytes(from.data(), device_, 1, 64, stream);
   fill_bytes(to.data(), device_, 2, 64, stream);
   const Graph graph = Graph::capture(device_, stream, [&](Stream on) {
+    EXPECT_EQ(is_capturing(device_, on), device_.kind == DeviceKind::kCuda);
     copy_bytes(to.data(), device_, from.data(), device_, 64, on);
   });
+  EXPECT_FALSE(is_capturing(device_, stream));
+  EXPECT_FALSE(is_capturing(device_, {}));
   stream.synchronize();
   EXPECT_EQ(read(to, 64), std::vector<uint8_t>(64, 2)) << "capturing runs nothing";
   for (const uint8_t value : {uint8_t{3}, uint8_t{4}}) {

@@ -32,14 +32,8 @@ class LimitedMemory : public MemoryResource {
   size_t left;
 };
 
-class DsaMemory : public testing::TestWithParam<const char*> {
+class DsaMemory : public test::DeviceSuite {
  protected:
-  void SetUp() override {
-    if (const std::string reason = test::why_skipped(GetParam()); !reason.empty()) {
-      GTEST_SKIP() << reason;
-    }
-    device_ = parse_device(GetParam(), 1);
-  }
   void TearDown() override { set_memory_resource(device_, nullptr); }
 
   std::shared_ptr<LimitedMemory> limit(size_t bytes) {
@@ -62,11 +56,9 @@ class DsaMemory : public testing::TestWithParam<const char*> {
     config.rows_per_request = 3;
     return config;
   }
-
-  Device device_;
 };
 INSTANTIATE_TEST_SUITE_P(Devices, DsaMemory, testing::ValuesIn(test::kDevices),
-                         [](const auto& name) { return test::device_name(name.param); });
+                         test::device_test_name);
 
 TEST_P(DsaMemory, ABackendThatDoesNotFitSaysSoAndLeaksNothing) {
   size_t needed = 0;

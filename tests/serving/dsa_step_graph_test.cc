@@ -259,18 +259,9 @@ std::vector<int32_t> lengths_of(int replay, test::Rng& rng) {
   return lengths;
 }
 
-class DsaStepGraph : public testing::TestWithParam<const char*> {
- protected:
-  void SetUp() override {
-    if (const std::string reason = test::why_skipped(GetParam()); !reason.empty()) {
-      GTEST_SKIP() << reason;
-    }
-    device_ = parse_device(GetParam(), 1);
-  }
-  Device device_;
-};
+class DsaStepGraph : public test::DeviceSuite {};
 INSTANTIATE_TEST_SUITE_P(Devices, DsaStepGraph, testing::ValuesIn(test::kDevices),
-                         [](const auto& name) { return test::device_name(name.param); });
+                         test::device_test_name);
 
 TEST_P(DsaStepGraph, AHundredReplaysEqualEagerSteps) {
   for (const Kind kind : kKinds) {

@@ -24,6 +24,24 @@ inline std::string why_skipped(const std::string& device) {
   return internal::cuda::unavailable_reason();
 }
 
+/// Base of suites that run on every device:
+///
+///   INSTANTIATE_TEST_SUITE_P(Devices, MyTest, testing::ValuesIn(test::kDevices),
+///                            test::device_test_name);
+class DeviceSuite : public testing::TestWithParam<const char*> {
+ protected:
+  void SetUp() override {
+    if (const std::string reason = why_skipped(GetParam()); !reason.empty()) {
+      GTEST_SKIP() << reason;
+    }
+    device_ = parse_device(GetParam(), 2);
+  }
+  Device device_;
+};
+inline std::string device_test_name(const testing::TestParamInfo<const char*>& info) {
+  return device_name(info.param);
+}
+
 /// While it lives, what the library allocates on the device is memory that a test may read: on a
 /// GPU the test's own, mapped heap.
 class ReadableDeviceMemory {
