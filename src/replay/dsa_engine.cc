@@ -1,5 +1,6 @@
 #include "src/replay/dsa_engine.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "fovea/sparse_mla.h"
@@ -7,6 +8,10 @@
 
 namespace fovea::internal {
 namespace {
+
+// Operators on a GPU cut rows into parts by this bound, to have enough blocks. From here on none is
+// cut, and a row has the same bits whatever the schedule of the run needs.
+constexpr int64_t kUncutRows = 512;
 
 DsaConfig backend_config(const RunSetup& setup, const EngineConfig& bounds, int64_t max_rows) {
   const DsaShape& shape = dsa_shape(setup.model);
@@ -23,7 +28,8 @@ DsaConfig backend_config(const RunSetup& setup, const EngineConfig& bounds, int6
   result.index_rope_style = shape.index_rope_style;
   result.hadamard = shape.hadamard;
   result.max_requests = bounds.max_requests;
-  result.max_rows = max_rows;
+  const bool may_cut = setup.device.kind == DeviceKind::kCpu || !setup.deterministic;
+  result.max_rows = may_cut ? max_rows : std::max(max_rows, kUncutRows);
   result.rows_per_request = setup.draft_tokens + 1;
   result.table_width = bounds.table_width;
   result.deterministic = setup.deterministic;

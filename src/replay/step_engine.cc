@@ -3,6 +3,7 @@
 #include <bit>
 #include <chrono>
 
+#include "fovea/error.h"
 #include "src/core/parallel.h"
 #include "src/replay/wrong_page.h"
 
@@ -290,6 +291,14 @@ void StepEngine::run_group(PlannedGroup* planned, const Scheduler& scheduler,
   }
 }
 
+// What the device still does reads memory that the caller may free or write next.
+void StepEngine::wait_after_failure() const noexcept {
+  try {
+    synchronize(setup_.device, stream());
+  } catch (const Error&) {  // NOLINT: the failure that is on its way says why
+  }
+}
+
 void StepEngine::run_step(int64_t step, Scheduler* scheduler, StepBatch* batch) {
   const ThreadScope threads(setup_.device.num_threads);
   std::optional<WrongPage> wrong_page;
@@ -311,12 +320,18 @@ void StepEngine::run_step(int64_t step, Scheduler* scheduler, StepBatch* batch) 
   const bool in_plans = kind == StepKind::kVerify || (kind == StepKind::kDecode && setup_.graph);
   const int64_t bucket =
       in_plans ? bucket_of(static_cast<int64_t>(batch->entries.size())) : int64_t{0};
-  if (kind == StepKind::kVerify) {
-    for (const GroupKind part : {GroupKind::kChain, GroupKind::kVerify, GroupKind::kDraftExtend}) {
-      run(part, bucket);
+  try {
+    if (kind == StepKind::kVerify) {
+      for (const GroupKind part :
+           {GroupKind::kChain, GroupKind::kVerify, GroupKind::kDraftExtend}) {
+        run(part, bucket);
+      }
+    } else {
+      run(in_plans ? GroupKind::kDecode : GroupKind::kBatch, bucket);
     }
-  } else {
-    run(in_plans ? GroupKind::kDecode : GroupKind::kBatch, bucket);
+  } catch (...) {
+    wait_after_failure();
+    throw;
   }
   commit_step(*batch);
   result.totals.attention_s += 1e-3 * result.attention_ms;

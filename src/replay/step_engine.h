@@ -157,6 +157,7 @@ class StepEngine : public ModelEngine {
   void timed_stage(const LayerCall& call, StepResult* result);
   void timed_read(const LayerCall& call, StepResult* result);
   void count_call(const LayerCall& call, double elapsed_ms, StepResult* result) const;
+  void wait_after_failure() const noexcept;
   void add_calls(const std::string& layer_kind, StepResult* result);
   int64_t bucket_of(int64_t requests) const;
   int64_t num_target_layers() const { return num_layers() - (setup_.draft_tokens > 0 ? 1 : 0); }
