@@ -33,12 +33,14 @@ void check_tensors(const KdaDecodeProblem& problem, const KdaDecodeTensors& tens
   const KdaLayer& layer = problem.layer;
   internal::check_tensor(kOp, "out", tensors.out, DType::kBf16,
                          {internal::kAnyExtent, layer.num_value_heads, layer.head_dim_v});
+  internal::check_no_aliasing(kOp, "out", tensors.out);
   const int64_t rows = tensors.out.shape[0];
   internal::check_range(kOp, "out.shape[0]", rows, 0, problem.max_rows);
   internal::check_kda_rows(kOp, layer, internal::rows_of(tensors), tensors.qkv, rows);
   internal::check_tensor(
       kOp, "state", tensors.state, layer.state_dtype,
       {internal::kAnyExtent, layer.num_value_heads, layer.head_dim_v, layer.head_dim_k});
+  internal::check_no_aliasing(kOp, "state", tensors.state);
   internal::check_slots(kOp, "slot", tensors.slot, rows);
   const int64_t slots = tensors.state.shape[0];
   internal::check_range(kOp, "state.shape[0]", slots, tensors.slot.defined() ? 0 : rows,

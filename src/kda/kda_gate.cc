@@ -38,6 +38,7 @@ void check_tensors(const KdaGateProblem& problem, const KdaGateTensors& tensors)
                                tensors.dt_bias);
   internal::check_tensor(kOp, "log_decay", tensors.log_decay, DType::kF32,
                          {rows, heads, problem.head_dim_k});
+  internal::check_no_aliasing(kOp, "log_decay", tensors.log_decay);
 }
 
 }  // namespace

@@ -50,6 +50,7 @@ void check_states(const KdaPrefillProblem& problem, const ConstTensorView& state
       kOp, name, state, layer.state_dtype,
       {entries, layer.num_value_heads, vk ? layer.head_dim_v : layer.head_dim_k,
        vk ? layer.head_dim_k : layer.head_dim_v});
+  if (state.defined()) internal::check_no_aliasing(kOp, name, state);
 }
 
 void check_snapshots(const KdaPrefillProblem& problem, const KdaPrefillTensors& tensors,
@@ -75,6 +76,7 @@ void check_tensors(const KdaPrefillProblem& problem, const KdaPrefillTensors& te
   const KdaLayer& layer = problem.layer;
   internal::check_tensor(kOp, "out", tensors.out, DType::kBf16,
                          {internal::kAnyExtent, layer.num_value_heads, layer.head_dim_v});
+  internal::check_no_aliasing(kOp, "out", tensors.out);
   const int64_t rows = tensors.out.shape[0];
   internal::check_range(kOp, "out.shape[0]", rows, 0, problem.max_rows);
   internal::check_kda_rows(kOp, layer, internal::rows_of(tensors), rows);

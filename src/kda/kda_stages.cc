@@ -83,6 +83,9 @@ void check_gate_stage(const KdaStageProblem& problem, const KdaStageGateTensors&
   internal::check_indptr(kGateOp, t.q_indptr, problem.max_sequences);
   internal::check_tensor(kGateOp, "q_hat", t.q_hat, problem.stage_dtype, {rows, heads, dim});
   internal::check_tensor(kGateOp, "k_hat", t.k_hat, problem.stage_dtype, {rows, heads, dim});
+  internal::check_no_aliasing(kGateOp, "g_sum", t.g_sum);
+  internal::check_no_aliasing(kGateOp, "q_hat", t.q_hat);
+  internal::check_no_aliasing(kGateOp, "k_hat", t.k_hat);
 }
 
 void check_intra_stage(const KdaStageProblem& problem, const KdaStageIntraTensors& t) {
@@ -102,6 +105,11 @@ void check_intra_stage(const KdaStageProblem& problem, const KdaStageIntraTensor
   internal::check_tensor(kIntraOp, "w", t.w, dtype, {rows, value_heads, dim_k});
   internal::check_tensor(kIntraOp, "u0", t.u0, dtype, {rows, value_heads, dim_v});
   internal::check_tensor(kIntraOp, "kr", t.kr, dtype, {rows, value_heads, dim_k});
+  internal::check_no_aliasing(kIntraOp, "p", t.p);
+  internal::check_no_aliasing(kIntraOp, "x", t.x);
+  internal::check_no_aliasing(kIntraOp, "w", t.w);
+  internal::check_no_aliasing(kIntraOp, "u0", t.u0);
+  internal::check_no_aliasing(kIntraOp, "kr", t.kr);
 }
 
 void check_inter_stage(const KdaStageProblem& problem, const KdaStageInterTensors& t) {
@@ -122,6 +130,9 @@ void check_inter_stage(const KdaStageProblem& problem, const KdaStageInterTensor
   internal::check_tensor(kInterOp, "u", t.u, dtype, {rows, heads, dim_v});
   internal::check_optional(kInterOp, "final_state", t.final_state, DType::kF32,
                            {sequences, heads, dim_v, dim_k});
+  internal::check_no_aliasing(kInterOp, "chunk_states", t.chunk_states);
+  internal::check_no_aliasing(kInterOp, "u", t.u);
+  if (t.final_state.defined()) internal::check_no_aliasing(kInterOp, "final_state", t.final_state);
 }
 
 void check_output_stage(const KdaStageProblem& problem, const KdaStageOutputTensors& t) {
@@ -137,6 +148,7 @@ void check_output_stage(const KdaStageProblem& problem, const KdaStageOutputTens
   internal::check_tensor(kOutputOp, "u", t.u, dtype, {rows, heads, dim_v});
   internal::check_indptr(kOutputOp, t.q_indptr, problem.max_sequences);
   internal::check_tensor(kOutputOp, "out", t.out, DType::kBf16, {rows, heads, dim_v});
+  internal::check_no_aliasing(kOutputOp, "out", t.out);
 }
 
 }  // namespace

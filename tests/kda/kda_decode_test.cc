@@ -431,6 +431,8 @@ TEST(KdaDecode, RefusesWhatItsTablesDoNotList) {
   });
   refuse_run([](KdaDecodeTensors& t) { t.state = {}; });
   refuse_run([](KdaDecodeTensors& t) { t.state.shape[3] = 8; });
+  refuse_run([](KdaDecodeTensors& t) { t.state.stride[1] = 0; });  // heads that overlap
+  refuse_run([](KdaDecodeTensors& t) { t.out.stride[0] = 8; });
   refuse_run([](KdaDecodeTensors& t) { t.slot.shape[0] = 2; });
   refuse_run([](KdaDecodeTensors& t) {
     t.slot = {};

@@ -206,6 +206,7 @@ TEST(KdaGate, RefusesWhatItsTablesDoNotList) {
   refuse_run(good, [](KdaGateTensors& t) { t.dt_bias.shape[1] = 3; });
   refuse_run(good, [](KdaGateTensors& t) { t.g.shape[0] = 2; });
   refuse_run(good, [](KdaGateTensors& t) { t.log_decay.dtype = DType::kBf16; });
+  refuse_run(good, [](KdaGateTensors& t) { t.log_decay.stride[0] = 4; });  // rows that overlap
   KdaGateProblem given = good;
   given.gate.kind = GateKind::kGiven;
   refuse_run(given, [](KdaGateTensors& t) { t.dt_bias = {}; });  // a_log is left

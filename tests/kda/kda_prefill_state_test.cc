@@ -598,6 +598,8 @@ TEST(KdaPrefill, RefusesWhatItsTablesDoNotList) {
   refuse_run([](KdaPrefillTensors& t) { t.snapshot_slot = {}; });
   refuse_run([](KdaPrefillTensors& t) { t.out.shape[0] = 24; });
   refuse_run([](KdaPrefillTensors& t) { t.chunk_states = t.out; });
+  refuse_run([](KdaPrefillTensors& t) { t.out.stride[0] = 8; });  // rows that overlap
+  refuse_run([](KdaPrefillTensors& t) { t.state.stride[0] = 0; });
   Tensor report(DType::kI32, {2});
   refuse_run([&](KdaPrefillTensors& t) { t.report = report; });  // without check
 }
