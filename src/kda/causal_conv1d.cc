@@ -46,6 +46,9 @@ size_t ref_workspace_bytes(const CausalConv1dProblem& problem, const Device&) {
 }
 
 constexpr internal::Implementation<CausalConv1dProblem, CausalConv1dTensors> kImplementations[] = {
+    {"cuda_portable", DeviceKind::kCuda, internal::cuda_available,
+     internal::causal_conv1d_cuda_supports, internal::causal_conv1d_cuda_workspace, nullptr,
+     internal::causal_conv1d_cuda_portable},
     {"cpu", DeviceKind::kCpu, nullptr, nullptr, cpu_workspace_bytes, internal::causal_conv1d_cpu},
     {"ref", DeviceKind::kCpu, nullptr, nullptr, ref_workspace_bytes, internal::causal_conv1d_ref},
 };

@@ -46,11 +46,40 @@ float load_scalar(T value) {
     return value;
 }
 
+// Four taps of Lanes(d) channels that lie side by side, to the four rows at `to`.
+HWY_INLINE void turn_taps(F32 d, const float* from, float* to) {
+  hn::Vec<F32> w0, w1, w2, w3;
+  hn::LoadInterleaved4(d, from, w0, w1, w2, w3);
+  hn::StoreU(w0, d, to);
+  hn::StoreU(w1, d, to + kConvBlock);
+  hn::StoreU(w2, d, to + 2 * kConvBlock);
+  hn::StoreU(w3, d, to + 3 * kConvBlock);
+}
+HWY_INLINE void turn_taps(F32 d, const bf16_t* from, float* to) {
+  // A channel's taps are two words; the even taps are their lower halves.
+  const hn::RebindToUnsigned<F32> d32;
+  hn::Vec<decltype(d32)> low, high;
+  hn::LoadInterleaved2(d32, reinterpret_cast<const uint32_t*>(from), low, high);
+  const auto upper_half = hn::Set(d32, 0xFFFF0000u);
+  hn::StoreU(hn::BitCast(d, hn::ShiftLeft<16>(low)), d, to);
+  hn::StoreU(hn::BitCast(d, hn::And(low, upper_half)), d, to + kConvBlock);
+  hn::StoreU(hn::BitCast(d, hn::ShiftLeft<16>(high)), d, to + 2 * kConvBlock);
+  hn::StoreU(hn::BitCast(d, hn::And(high, upper_half)), d, to + 3 * kConvBlock);
+}
+
 // Turns weight [D, 4] into four rows of a block, so that neighbouring channels are neighbours.
 template <class T>
 void turn_weights(const ConstTensorView& tensor, const ConvBlock& block) {
   const auto weight = access<const T, 2>(tensor);
-  for (int64_t i = 0; i < block.count; ++i) {
+  const F32 d;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  int64_t i = 0;
+  if (weight.stride[0] == kConvWidth) {
+    for (; i + lanes <= block.count; i += lanes) {
+      turn_taps(d, weight.row(block.first + i), block.weights + i);
+    }
+  }
+  for (; i < block.count; ++i) {
     const T* from = weight.row(block.first + i);
     for (int64_t w = 0; w < kConvWidth; ++w) {
       block.weights[w * kConvBlock + i] = load_scalar(from[w]);

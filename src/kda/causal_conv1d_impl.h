@@ -5,6 +5,7 @@
 
 #include "fovea/causal_conv1d.h"
 #include "src/core/access.h"
+#include "src/core/implementation_list.h"
 #include "src/core/workspace.h"
 #include "src/kda/kda_checks.h"
 #include "src/kda/kda_state.h"
@@ -18,6 +19,8 @@ void causal_conv1d_ref(const CausalConv1dProblem& problem, const Device& device,
                        const CausalConv1dTensors& tensors, Workspace workspace);
 void causal_conv1d_cpu(const CausalConv1dProblem& problem, const Device& device,
                        const CausalConv1dTensors& tensors, Workspace workspace);
+Refusal causal_conv1d_cuda_supports(const CausalConv1dProblem& problem);
+size_t causal_conv1d_cuda_workspace(const CausalConv1dProblem& problem, const Device& device);
 void causal_conv1d_cuda_portable(const CausalConv1dProblem& problem, const Device& device,
                                  const CausalConv1dTensors& tensors, Workspace workspace,
                                  Stream stream);

@@ -11,6 +11,9 @@ namespace {
 constexpr char kOp[] = "kda_commit";
 
 constexpr internal::Implementation<KdaCommitProblem, KdaCommitTensors> kImplementations[] = {
+    {"cuda_portable", DeviceKind::kCuda, internal::cuda_available,
+     internal::kda_commit_cuda_supports, internal::kda_commit_cuda_workspace, nullptr,
+     internal::kda_commit_cuda_portable},
     {"cpu", DeviceKind::kCpu, nullptr, nullptr, internal::kda_commit_cpu_workspace,
      internal::kda_commit_cpu},
     {"ref", DeviceKind::kCpu, nullptr, nullptr, internal::kda_commit_ref_workspace,

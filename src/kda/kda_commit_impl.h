@@ -19,6 +19,8 @@ void kda_commit_ref(const KdaCommitProblem& problem, const Device& device,
 size_t kda_commit_cpu_workspace(const KdaCommitProblem& problem, const Device& device);
 void kda_commit_cpu(const KdaCommitProblem& problem, const Device& device,
                     const KdaCommitTensors& tensors, Workspace workspace);
+Refusal kda_commit_cuda_supports(const KdaCommitProblem& problem);
+size_t kda_commit_cuda_workspace(const KdaCommitProblem& problem, const Device& device);
 void kda_commit_cuda_portable(const KdaCommitProblem& problem, const Device& device,
                               const KdaCommitTensors& tensors, Workspace workspace, Stream stream);
 

@@ -16,6 +16,9 @@ namespace {
 constexpr char kOp[] = "kda_verify";
 
 constexpr internal::Implementation<KdaVerifyProblem, KdaVerifyTensors> kImplementations[] = {
+    {"cuda_portable", DeviceKind::kCuda, internal::cuda_available,
+     internal::kda_verify_cuda_supports, internal::kda_verify_cuda_workspace, nullptr,
+     internal::kda_verify_cuda_portable},
     {"cpu", DeviceKind::kCpu, nullptr, nullptr, internal::kda_verify_cpu_workspace,
      internal::kda_verify_cpu},
     {"ref", DeviceKind::kCpu, nullptr, nullptr, internal::kda_verify_ref_workspace,

@@ -15,6 +15,8 @@ void kda_verify_ref(const KdaVerifyProblem& problem, const Device& device,
 size_t kda_verify_cpu_workspace(const KdaVerifyProblem& problem, const Device& device);
 void kda_verify_cpu(const KdaVerifyProblem& problem, const Device& device,
                     const KdaVerifyTensors& tensors, Workspace workspace);
+Refusal kda_verify_cuda_supports(const KdaVerifyProblem& problem);
+size_t kda_verify_cuda_workspace(const KdaVerifyProblem& problem, const Device& device);
 void kda_verify_cuda_portable(const KdaVerifyProblem& problem, const Device& device,
                               const KdaVerifyTensors& tensors, Workspace workspace, Stream stream);
 

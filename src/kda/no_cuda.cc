@@ -1,8 +1,11 @@
 #include "src/core/no_cuda.h"
 
+#include "src/kda/causal_conv1d_impl.h"
+#include "src/kda/kda_commit_impl.h"
 #include "src/kda/kda_decode_impl.h"
 #include "src/kda/kda_gate_impl.h"
 #include "src/kda/kda_prefill_impl.h"
+#include "src/kda/kda_verify_impl.h"
 
 // The kernels of the room in a build without CUDA: plan() never chooses them.
 namespace fovea::internal {
@@ -25,6 +28,27 @@ size_t kda_prefill_cuda_workspace(const KdaPrefillProblem&, const Device&) { ret
 void kda_prefill_cuda_portable(const KdaPrefillProblem&, const Device&, const KdaPrefillTensors&,
                                Workspace, Stream) {
   without_cuda("kda_prefill");
+}
+
+Refusal kda_verify_cuda_supports(const KdaVerifyProblem&) { return {}; }
+size_t kda_verify_cuda_workspace(const KdaVerifyProblem&, const Device&) { return 0; }
+void kda_verify_cuda_portable(const KdaVerifyProblem&, const Device&, const KdaVerifyTensors&,
+                              Workspace, Stream) {
+  without_cuda("kda_verify");
+}
+
+Refusal kda_commit_cuda_supports(const KdaCommitProblem&) { return {}; }
+size_t kda_commit_cuda_workspace(const KdaCommitProblem&, const Device&) { return 0; }
+void kda_commit_cuda_portable(const KdaCommitProblem&, const Device&, const KdaCommitTensors&,
+                              Workspace, Stream) {
+  without_cuda("kda_commit");
+}
+
+Refusal causal_conv1d_cuda_supports(const CausalConv1dProblem&) { return {}; }
+size_t causal_conv1d_cuda_workspace(const CausalConv1dProblem&, const Device&) { return 0; }
+void causal_conv1d_cuda_portable(const CausalConv1dProblem&, const Device&,
+                                 const CausalConv1dTensors&, Workspace, Stream) {
+  without_cuda("causal_conv1d");
 }
 
 }  // namespace fovea::internal

@@ -61,6 +61,7 @@ struct CheckParams {
   int64_t slots;        // of the pool
   SnapshotList snapshots;
   int64_t interval;
+  bool out_slots_are_read;  // they may repeat
   int32_t* refused;
   int32_t* report;  // may be null
 };
@@ -162,7 +163,7 @@ static __global__ void __launch_bounds__(kSequenceThreads, 1)
     if (params.out_slot == nullptr) continue;
     const int32_t slot = params.out_slot[n];
     if (slot >= params.slots) report(KdaFault::kOutSlot, n);
-    if (slot < 0 || slot >= params.slots) continue;
+    if (slot < 0 || slot >= params.slots || params.out_slots_are_read) continue;
     for (int64_t earlier = 0; earlier < n; ++earlier) {
       if (params.out_slot[earlier] == slot) report(KdaFault::kDuplicateOutSlot, n);
     }
@@ -200,11 +201,13 @@ static __global__ void __launch_bounds__(kSequenceThreads, 1)
 
 /// The check of an operator whose rows have one slot each.
 inline void launch_slot_check(const char* op, const ConstTensorView& slot, int64_t rows,
-                              int64_t slots, int32_t* refused, int32_t* report, Stream stream) {
+                              int64_t slots, int32_t* refused, int32_t* report, Stream stream,
+                              bool slots_are_read = false) {
   CheckParams params{};
   params.out_slot = static_cast<const int32_t*>(slot.data);
   params.num_entries = rows;
   params.slots = slots;
+  params.out_slots_are_read = slots_are_read;
   params.refused = refused;
   params.report = report;
   launch(op, check_contents, {dim3(1), dim3(kSequenceThreads)}, stream, params);
