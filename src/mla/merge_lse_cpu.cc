@@ -9,7 +9,7 @@
 #include "src/core/access.h"
 #include "src/core/parallel.h"
 #include "src/mla/merge_lse_impl.h"
-#include "src/mla/sink.h"
+#include "src/core/sink.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace fovea::internal::HWY_NAMESPACE {

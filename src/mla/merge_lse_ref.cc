@@ -4,7 +4,7 @@
 #include "fovea/numeric.h"
 #include "src/core/access.h"
 #include "src/mla/merge_lse_impl.h"
-#include "src/mla/sink.h"
+#include "src/core/sink.h"
 
 namespace fovea::internal {
 namespace {

@@ -10,7 +10,7 @@
 #include <cstring>
 #include <limits>
 
-#include "src/mla/sink.h"
+#include "src/core/sink.h"
 #include "src/mla/sparse_mla_driver.h"
 #include "src/mla/sparse_mla_impl.h"
 

@@ -9,7 +9,7 @@
 #include "src/core/cuda/mma.cuh"
 #include "src/core/cuda/vector_io.cuh"
 #include "src/core/workspace.h"
-#include "src/mla/sink.h"
+#include "src/core/sink.h"
 #include "src/mla/sparse_mla_cache.h"
 #include "src/mla/sparse_mla_impl.h"
 #include "src/mla/sparse_mla_parts.h"
