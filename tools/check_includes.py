@@ -31,6 +31,8 @@ HEADER_ROOM = {
     "mla_inputs.h": "mla",
     "kda.h": "kda", "kda_gate.h": "kda", "kda_prefill.h": "kda", "kda_decode.h": "kda", "kda_verify.h": "kda",
     "kda_commit.h": "kda", "kda_stages.h": "kda", "causal_conv1d.h": "kda",
+    "build_page_table.h": "msa", "msa_block_scores.h": "msa", "msa_select_blocks.h": "msa", "msa_score_select.h": "msa",
+    "msa_attend.h": "msa",
     "dsa_backend.h": "serving",
     "trace.h": "replay", "replay.h": "replay",
     "fovea.h": "cli",  # the umbrella: for users, never included inside

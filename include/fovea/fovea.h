@@ -1,6 +1,7 @@
 #pragma once
 
 // Everything at once, for users; inside the library each file includes what it uses.
+#include "fovea/build_page_table.h"
 #include "fovea/causal_conv1d.h"
 #include "fovea/ceilings.h"
 #include "fovea/ceilings_file.h"
@@ -33,6 +34,10 @@
 #include "fovea/mha_varlen.h"
 #include "fovea/mla_inputs.h"
 #include "fovea/move_rows.h"
+#include "fovea/msa_attend.h"
+#include "fovea/msa_block_scores.h"
+#include "fovea/msa_score_select.h"
+#include "fovea/msa_select_blocks.h"
 #include "fovea/numeric.h"
 #include "fovea/page_allocator.h"
 #include "fovea/plan.h"
