@@ -50,6 +50,8 @@ class OperatorCall {
   bool has(const std::string& name) const { return inputs_.find(name).defined(); }
   /// kNone when absent.
   DType dtype_of(const std::string& name) const { return inputs_.find(name).dtype; }
+  /// 0 when absent.
+  int rank_of(const std::string& name) const { return inputs_.find(name).rank; }
 
   // Axes.
   int64_t extent(const std::string& axis) const;
@@ -61,6 +63,7 @@ class OperatorCall {
   /// A finite fp32 value.
   float number(const std::string& name, std::optional<float> otherwise = std::nullopt);
   bool flag(const std::string& name, bool otherwise);
+  bool has_param(const std::string& name) const { return params_.find(name) != nullptr; }
   /// One of the words; `later` lists words that the format has but this build does not:
   /// Error(kUnsupported).
   template <class Value>

@@ -63,6 +63,7 @@ void print_result(const RunOptions& options, const OperatorCall& call, const Ten
 const std::vector<Binding>& bindings() {
   static const std::vector<Binding> list = {
       {"causal_conv1d", run_causal_conv1d},
+      {"build_page_table", run_build_page_table},
       {"concat_absorbed_q", run_concat_absorbed_q},
       {"context_split", run_context_split},
       {"index_logits", run_index_logits},
@@ -79,6 +80,10 @@ const std::vector<Binding>& bindings() {
       {"mha_varlen", run_mha_varlen},
       {"mla_rope_quantize", run_mla_rope_quantize},
       {"move_rows", run_move_rows},
+      {"msa_attend", run_msa_attend},
+      {"msa_block_scores", run_msa_block_scores},
+      {"msa_score_select", run_msa_score_select},
+      {"msa_select_blocks", run_msa_select_blocks},
       {"pack_rows", run_pack_rows},
       {"paged_schedule", run_paged_schedule},
       {"sparse_mla", run_sparse_mla},

@@ -28,5 +28,10 @@ void run_kda_decode(OperatorCall& call);
 void run_kda_verify(OperatorCall& call);
 void run_kda_commit(OperatorCall& call);
 void run_causal_conv1d(OperatorCall& call);
+void run_build_page_table(OperatorCall& call);
+void run_msa_block_scores(OperatorCall& call);
+void run_msa_select_blocks(OperatorCall& call);
+void run_msa_score_select(OperatorCall& call);
+void run_msa_attend(OperatorCall& call);
 
 }  // namespace fovea::cli

@@ -113,6 +113,7 @@ std::vector<VerifyOperator> verify_operators() {
   add_verify_index(list);
   add_verify_mla(list);
   add_verify_kda(list);
+  add_verify_msa(list);
   return list;
 }
 

@@ -43,6 +43,7 @@ void add_verify_batch(std::vector<VerifyOperator>& list);
 void add_verify_index(std::vector<VerifyOperator>& list);
 void add_verify_mla(std::vector<VerifyOperator>& list);
 void add_verify_kda(std::vector<VerifyOperator>& list);
+void add_verify_msa(std::vector<VerifyOperator>& list);
 
 /// SplitMix64: the same problems on every platform.
 class CaseRandom {
