@@ -436,8 +436,8 @@ TEST_P(MsaAttendTest, SmallCase8ReplaysOfAGraphEqualEagerRuns) {
   // Two plans of one shape with a workspace each, captured once, replayed on other contents.
   const Device device = GetParam().device(2);
   AttendCase base(
-      PagedBatch({300, 300, 300, 300, 300, 300, 300, 300}, {1, 1, 1, 1, 1, 1, 1, 1}, 16, 5, 1), 8,
-      2, 64, 6);
+      PagedBatch({300, 300, 300, 300, 300, 300, 300, 300}, {1, 1, 1, 1, 1, 1, 1, 1}, 16, 5, 1), 4,
+      2, 32, 4);
   AttendCase other = base;
   const MsaAttend plan = MsaAttend::plan(base.problem(), device, GetParam().options());
   const MsaAttend second = MsaAttend::plan(base.problem(), device, GetParam().options());
@@ -460,7 +460,7 @@ TEST_P(MsaAttendTest, SmallCase8ReplaysOfAGraphEqualEagerRuns) {
           each->batch.page_table.data<int32_t>()[r * base.batch.max_pages + p] =
               static_cast<int32_t>(rng.integer(-1, base.batch.num_pages));
       }
-      for (int64_t i = 0; i < 2 * 8 * 6; ++i)
+      for (int64_t i = 0; i < 2 * 8 * 4; ++i)
         each->blocks.data<int32_t>()[i] = static_cast<int32_t>(rng.integer(-1, 20));
       each->out.fill_bytes(0x55);
       each->lse.fill_bytes(0x55);

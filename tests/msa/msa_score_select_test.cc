@@ -29,7 +29,7 @@ INSTANTIATE_TEST_SUITE_P(Targets, MsaScoreSelectTest,
 
 TEST_P(MsaScoreSelectTest, EqualsScoresThenSelection) {
   uint64_t seed = 1;
-  for (const int64_t block : {16, 64, 128}) {
+  for (const int64_t block : {16, 64}) {
     for (const IndexReduce reduce :
          {IndexReduce::kPerGroup, IndexReduce::kMaxAll, IndexReduce::kUnion}) {
       for (const BlockScore score : {BlockScore::kMax, BlockScore::kLse}) {
