@@ -8,7 +8,8 @@ std::vector<BenchCase> all_cases() {
   std::vector<BenchCase> cases;
   for (auto* make : {sparse_mla_cases, index_logits_cases, topk_select_cases, index_select_cases,
                      index_quantize_cases, pack_rows_cases, unpack_rows_cases, mha_varlen_cases,
-                     metadata_refresh_cases, merge_lse_cases}) {
+                     metadata_refresh_cases, merge_lse_cases, msa_attend_cases,
+                     msa_score_select_cases, msa_select_blocks_cases}) {
     std::vector<BenchCase> more = make();
     cases.insert(cases.end(), std::make_move_iterator(more.begin()),
                  std::make_move_iterator(more.end()));

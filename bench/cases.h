@@ -17,5 +17,8 @@ std::vector<BenchCase> unpack_rows_cases();
 std::vector<BenchCase> mha_varlen_cases();
 std::vector<BenchCase> metadata_refresh_cases();
 std::vector<BenchCase> merge_lse_cases();
+std::vector<BenchCase> msa_attend_cases();
+std::vector<BenchCase> msa_score_select_cases();
+std::vector<BenchCase> msa_select_blocks_cases();
 
 }  // namespace fovea::bench

@@ -8,8 +8,8 @@
 
 #include "src/core/access.h"
 #include "src/core/parallel.h"
-#include "src/mla/merge_lse_impl.h"
 #include "src/core/sink.h"
+#include "src/mla/merge_lse_impl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace fovea::internal::HWY_NAMESPACE {

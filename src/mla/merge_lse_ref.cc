@@ -3,8 +3,8 @@
 
 #include "fovea/numeric.h"
 #include "src/core/access.h"
-#include "src/mla/merge_lse_impl.h"
 #include "src/core/sink.h"
+#include "src/mla/merge_lse_impl.h"
 
 namespace fovea::internal {
 namespace {

@@ -3,8 +3,8 @@
 
 #include "fovea/numeric.h"
 #include "src/core/access.h"
-#include "src/core/workspace.h"
 #include "src/core/sink.h"
+#include "src/core/workspace.h"
 #include "src/mla/sparse_mla_cache.h"
 #include "src/mla/sparse_mla_impl.h"
 

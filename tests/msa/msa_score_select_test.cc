@@ -36,7 +36,7 @@ TEST_P(MsaScoreSelectTest, EqualsScoresThenSelection) {
         const auto b = static_cast<int32_t>(block);
         IndexCase index(
             PagedBatch({9 * b + 5, 0, 12 * b, 1, 7 * b - 1}, {7, 0, 19, 1, 2}, block, seed, 2, 3),
-            4, 64, seed);
+            4, 16, seed);
         index.reduce = reduce;
         index.score = score;
         index.kv_heads = reduce == IndexReduce::kPerGroup ? 0 : 2;

@@ -4,8 +4,8 @@
 #include "fovea/numeric.h"
 #include "src/core/access.h"
 #include "src/core/cuda/launch.cuh"
-#include "src/mla/merge_lse_impl.h"
 #include "src/core/sink.h"
+#include "src/mla/merge_lse_impl.h"
 
 // A block takes one (row, head); its threads share out the channels. The parts are few, so that
 // every thread sums their weights itself, in their order.
