@@ -62,8 +62,8 @@ void print_result(const RunOptions& options, const OperatorCall& call, const Ten
 
 const std::vector<Binding>& bindings() {
   static const std::vector<Binding> list = {
-      {"causal_conv1d", run_causal_conv1d},
       {"build_page_table", run_build_page_table},
+      {"causal_conv1d", run_causal_conv1d},
       {"concat_absorbed_q", run_concat_absorbed_q},
       {"context_split", run_context_split},
       {"index_logits", run_index_logits},

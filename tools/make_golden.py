@@ -994,11 +994,100 @@ def kda_cases(folder, rng):
     causal_conv1d_case(folder, rng)
 
 
+# ---- msa ------------------------------------------------------------------------------------------------------------
+def msa_rows(kv_len, q_indptr, rows, max_pages, block):
+    """(request, position, length, own block) of every row; None for rows that see nothing."""
+    result = [None] * rows
+    for r, length in enumerate(kv_len):
+        length = min(int(length), max_pages * block)
+        for t in range(q_indptr[r], q_indptr[r + 1]):
+            position = length - (q_indptr[r + 1] - q_indptr[r]) + t - q_indptr[r]
+            if length > 0 and position >= 0:
+                result[t] = (r, position, length, min(position // block, max_pages - 1))
+    return result
+
+
+def msa_visible(row, table, n, block, pages):
+    """Slots of the visible tokens of block n."""
+    request, position, length, _ = row
+    page = table[request, n]
+    if not 0 <= page < pages:
+        return np.zeros(0, np.int64)
+    tokens = np.arange(n * block, (n + 1) * block)
+    return page * block + tokens[(tokens <= position) & (tokens < length)] - n * block
+
+
+def msa_choose(scores, own, topk, init, local):
+    order = lambda n: (not (n < init or n > own - local), np.isnan(scores[n]), -scores[n] if not np.isnan(scores[n]) else 0, n)
+    return sorted(sorted(range(own + 1), key=order)[:topk])
+
+
+def padded_list(blocks, width):
+    return list(blocks) + [-1] * (width - len(blocks))
+
+
+def msa_cases(folder, rng):
+    slots = [[2, 3, -1, -1, 8, 9], [20, 21, 4, 5, 6, 7]]
+    inputs = {"req_to_token": i32(slots), "pool_row": i32([1, 0, 2, 0]), "kv_len": i32([4, 5, 3, 0])}
+    expected = i32([[10, 2, 3], [1, -1, 4], [0, 0, 0], [0, 0, 0]])
+    write(folder, "build_page_table", "slack", {"page_size": 2, "delta": 1}, inputs, {"page_table": expected})
+
+    block, max_pages, pages, rows = 4, 5, 8, 9
+    kv_len, q_indptr = i32([18, 0, 7, 3]), i32([0, 3, 4, 6, 8])
+    table = rng.permutation(pages)[:4].astype(np.int32)
+    table = i32([[table[0], table[1], -1, table[2], table[3]], [0] * 5, [5, 50, 0, 0, 0], [3, 0, 0, 0, 0]])
+    where = msa_rows(kv_len, q_indptr, rows, max_pages, block)
+    batch = {"page_table": table, "kv_len": kv_len, "q_indptr": q_indptr}
+
+    iq, index_k = Bf16(rng.integers(-3, 4, (rows, 2, 8))), Bf16(rng.integers(-3, 4, (pages * block, 1, 8)))
+    scores = {}
+    for kind in ("max", "lse"):
+        scores[kind] = np.full((2, rows, max_pages), -INF)
+        for h, t, n in np.ndindex(scores[kind].shape):
+            seen = msa_visible(where[t], table, n, block, pages) if where[t] else []
+            if len(seen):
+                products = 0.5 * index_k.values[seen, 0] @ iq.values[t, h]
+                scores[kind][h, t, n] = products.max() if kind == "max" else np.log(np.exp(products).sum())
+    params = {"block_size": block, "score": "lse", "index_scale": 0.5}
+    write(folder, "msa_block_scores", "lse", params, {"iq": iq, "index_k": index_k} | batch, {"scores": scores["lse"].astype(np.float32)})
+
+    lists = np.full((2, rows, 3), -1, np.int32)
+    for h, t in np.ndindex(2, rows):
+        if where[t]:
+            lists[h, t] = padded_list(msa_choose(scores["max"][h, t], where[t][3], 3, 1, 1), 3)
+    params = {"block_size": block, "index_scale": 0.5, "topk": 3, "init_blocks": 1}
+    write(folder, "msa_score_select", "integers", params, {"iq": iq, "index_k": index_k} | batch, {"blocks": lists})
+
+    ranked = rng.integers(-2, 3, (4, rows, max_pages)).astype(np.float32)
+    ranked[rng.random(ranked.shape) < 0.2] = np.nan
+    ranked[rng.random(ranked.shape) < 0.1] = INF
+    merged = np.full((rows, 2, 4), -1, np.int32)
+    for t, g in np.ndindex(rows, 2):
+        if where[t]:
+            parts = [msa_choose(ranked[h, t], where[t][3], 2, 0, 1) for h in (2 * g, 2 * g + 1)]
+            merged[t, g] = padded_list(sorted(set(parts[0] + parts[1])), 4)
+    params = {"block_size": block, "topk": 2, "num_kv_heads": 2, "index_reduce": "union", "blocks_layout": "row_major"}
+    inputs = {"scores": ranked, "kv_len": kv_len, "q_indptr": q_indptr}
+    write(folder, "msa_select_blocks", "union", params, inputs, {"blocks": merged})
+
+    q, k, v = (Bf16(rng.normal(size=shape)) for shape in ((rows, 4, 16), (pages * block, 2, 16), (pages * block, 2, 16)))
+    blocks, sink = rng.integers(-1, 7, (2, rows, 4)).astype(np.int32), rng.normal(size=4).astype(np.float32)
+    out, lse = np.zeros((rows, 4, 16)), np.full((rows, 4), -INF)
+    for t, h in np.ndindex(rows, 4):
+        wanted = sorted({n for n in blocks[h // 2, t] if where[t] and 0 <= n <= where[t][3]})
+        seen = [msa_visible(where[t], table, n, block, pages) for n in wanted]
+        seen = np.concatenate(seen) if seen else np.zeros(0, np.int64)
+        if len(seen):
+            out[t, h], lse[t, h], _ = attend(q.values[t, h], k.values[seen, h // 2], v.values[seen, h // 2], 0.25, 0, sink[h], -INF)
+    inputs = {"q": q, "k_pool": k, "v_pool": v, "blocks": blocks, "sink": sink} | batch
+    write(folder, "msa_attend", "bf16", {"block_size": block}, inputs, {"out": Bf16(out), "lse": lse.astype(np.float32)})
+
+
 def main():
     root = pathlib.Path(__file__).resolve().parents[1]
     folder = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else root / "tests" / "golden"
     folder.mkdir(parents=True, exist_ok=True)
-    makers = (cache_cases, batch_cases, index_cases, sparse_cases, mha_cases, merge_cases, mla_input_cases, kda_cases)
+    makers = (cache_cases, batch_cases, index_cases, sparse_cases, mha_cases, merge_cases, mla_input_cases, kda_cases, msa_cases)
     for number, make in enumerate(makers):
         make(folder, np.random.default_rng(number))
     sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
