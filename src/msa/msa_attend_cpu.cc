@@ -9,16 +9,18 @@
 
 #include "src/msa/msa_attend_driver.h"
 
-// Query heads stand in the lanes; decoded keys, broadcast element by element, give the logits of a
-// panel, and the softmax needs no sum across lanes. No lane influences another. The order of all
-// sums is fixed: channels in order, keys in order within a tile, tiles in order.
+// Query heads stand in the lanes; decoded keys, broadcast element by element,
+// give the logits of a panel, and the softmax needs no sum across lanes. No
+// lane influences another. The order of all sums is fixed: channels in order,
+// keys in order within a tile, tiles in order.
 
 HWY_BEFORE_NAMESPACE();
 namespace fovea::internal::HWY_NAMESPACE {
 namespace {
 
 // Register tiles (accumulators; operands take the rest of the registers):
-//            vector registers   logits (keys x vectors of lanes)   values (lanes x vectors)
+//            vector registers   logits (keys x vectors of lanes)   values
+//            (lanes x vectors)
 //   SSE2     16 of 4 lanes      3 x 4                              4 x 3
 //   AVX2     16 of 8 lanes      6 x 2                              4 x 3
 //   AVX-512  32 of 16 lanes     12 x 1                             4 x 4
@@ -26,11 +28,15 @@ using Lanes = hn::CappedTag<float, 16>;
 constexpr int64_t kVectorLanes = HWY_LANES(float) < 16 ? HWY_LANES(float) : 16;
 constexpr int kPanelVectors = static_cast<int>(kMsaPanelLanes / kVectorLanes);
 constexpr int kTileKeys = HWY_TARGET <= HWY_AVX3 ? 12 : HWY_LANES(float) >= 8 ? 6 : 3;
+// Channels of a logits loop between two steps of the prefetch; every channel
+// count is a multiple.
+constexpr int64_t kStepChannels = 16;
 constexpr int kValueVectors = HWY_TARGET <= HWY_AVX3 ? 4 : 3;
 
 void decode_bf16(const bf16_t* from, int64_t count, float* to) {
   const F32 d;
   const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+#pragma GCC unroll 4
   for (int64_t i = 0; i < count; i += lanes) hn::StoreU(load_bf16(d, from + i), d, to + i);
 }
 
@@ -60,7 +66,8 @@ void decode_row(MsaKvMode mode, const void* row, const uint8_t* group_scales, in
 
 // logits[key][lane] = dot(query of the lane, key) for kTileKeys keys.
 HWY_INLINE void dot_tile(const float* HWY_RESTRICT query, const float* HWY_RESTRICT keys,
-                         int64_t stride, int64_t head_dim, float* HWY_RESTRICT logits) {
+                         int64_t stride, int64_t head_dim, MsaPrefetch& prefetch,
+                         float* HWY_RESTRICT logits) {
   const Lanes d;
   using V = hn::Vec<Lanes>;
   V sum[kTileKeys][kPanelVectors];
@@ -69,16 +76,19 @@ HWY_INLINE void dot_tile(const float* HWY_RESTRICT query, const float* HWY_RESTR
 #pragma GCC unroll 4
     for (int v = 0; v < kPanelVectors; ++v) sum[k][v] = hn::Zero(d);
   }
-  for (int64_t c = 0; c < head_dim; ++c) {
-    V q[kPanelVectors];
+  for (int64_t begin = 0; begin < head_dim; begin += kStepChannels) {
+    prefetch.step();
+    for (int64_t c = begin; c < begin + kStepChannels; ++c) {
+      V q[kPanelVectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < kPanelVectors; ++v)
-      q[v] = hn::Load(d, query + c * kMsaPanelLanes + v * kVectorLanes);
+      for (int v = 0; v < kPanelVectors; ++v)
+        q[v] = hn::Load(d, query + c * kMsaPanelLanes + v * kVectorLanes);
 #pragma GCC unroll 16
-    for (int k = 0; k < kTileKeys; ++k) {
-      const V key = hn::Set(d, keys[k * stride + c]);
+      for (int k = 0; k < kTileKeys; ++k) {
+        const V key = hn::Set(d, keys[k * stride + c]);
 #pragma GCC unroll 4
-      for (int v = 0; v < kPanelVectors; ++v) sum[k][v] = hn::MulAdd(key, q[v], sum[k][v]);
+        for (int v = 0; v < kPanelVectors; ++v) sum[k][v] = hn::MulAdd(key, q[v], sum[k][v]);
+      }
     }
   }
 #pragma GCC unroll 16
@@ -92,14 +102,14 @@ HWY_INLINE void dot_tile(const float* HWY_RESTRICT query, const float* HWY_RESTR
 HWY_NOINLINE void panel_logits(const MsaPanelTask& task) {
   const int64_t stride = msa_key_stride(task.head_dim);
   for (int64_t k = 0; k < task.num_keys; k += kTileKeys) {
-    task.prefetch->step(kTileKeys);
-    dot_tile(task.query, task.keys + k * stride, stride, task.head_dim,
+    dot_tile(task.query, task.keys + k * stride, stride, task.head_dim, *task.prefetch,
              task.logits + k * kMsaPanelLanes);
   }
 }
 
-// Logits in, weights out, for one vector of lanes; updates their running maximum and sum. A key
-// that a lane does not see has weight 0, whatever its logit.
+// Logits in, weights out, for one vector of lanes; updates their running
+// maximum and sum. A key that a lane does not see has weight 0, whatever its
+// logit.
 HWY_NOINLINE void softmax_vector(const MsaPanelTask& task, int64_t lane) {
   const Lanes d;
   const hn::RebindToSigned<Lanes> d32;
@@ -117,8 +127,8 @@ HWY_NOINLINE void softmax_vector(const MsaPanelTask& task, int64_t lane) {
     hn::Store(logit, d, logits + k * kMsaPanelLanes);
     max = hn::Max(max, logit);
   }
-  // While all logits are -inf, subtract 0: -inf minus -inf would be NaN. A NaN logit needs no care:
-  // its weight is NaN, whatever became of the maximum.
+  // While all logits are -inf, subtract 0: -inf minus -inf would be NaN. A NaN
+  // logit needs no care: its weight is NaN, whatever became of the maximum.
   const auto base = hn::IfThenElse(hn::Eq(max, neg_inf), hn::Zero(d), max);
   const auto keep = exp_f32(d, hn::Sub(old_max, base));
   auto sum = hn::Mul(hn::LoadU(d, task.state.sum + lane), keep);
@@ -179,8 +189,8 @@ HWY_NOINLINE void add_values(const MsaPanelTask& task, int64_t lane, int64_t num
   int64_t channel = 0;
   while (channel < task.head_dim) {
     const int64_t vectors = (task.head_dim - channel) / kVectorLanes;
-    // A single vector has too few accumulators to hide the latency of the additions: a rest of four
-    // goes in pairs where three are the rule.
+    // A single vector has too few accumulators to hide the latency of the
+    // additions: a rest of four goes in pairs where three are the rule.
     if (vectors >= kValueVectors && (kValueVectors == 4 || vectors != 4)) {
       value_tile<kRows, kValueVectors>(task, lane, channel, num_keys, fresh);
       channel += kValueVectors * kVectorLanes;
@@ -194,7 +204,8 @@ HWY_NOINLINE void add_values(const MsaPanelTask& task, int64_t lane, int64_t num
   }
 }
 
-// Row by row: the keys that a row does not see may hold NaN, whose product with weight 0 is NaN.
+// Row by row: the keys that a row does not see may hold NaN, whose product with
+// weight 0 is NaN.
 void panel_values(const MsaPanelTask& task) {
   for (int64_t row = 0; row < task.num_rows; ++row) {
     int64_t lane = row * task.lanes_per_row;

@@ -230,7 +230,18 @@ class Run {
     row.end = static_cast<int32_t>(std::min<int64_t>(row.length, end_part * shape_.part_blocks));
     row.folded = false;
     begin_part(i, scratch);
-    if (row.cursor < row.end) load_query(t, g, lane_of(i), scratch);
+  }
+
+  // Queries of the rows that begin_row() prepared. Nobody has asked for their
+  // first block yet: it arrives meanwhile.
+  void load_queries(int64_t num_rows, int64_t g, const Scratch& scratch) const {
+    int32_t n = TaskRow::kNone;
+    for (int64_t i = 0; i < num_rows; ++i) n = std::min(n, scratch.rows[i].block());
+    prefetch_block(rows_[scratch.rows[0].t].request, g, n, 0).finish();
+    for (int64_t i = 0; i < num_rows; ++i) {
+      const TaskRow& row = scratch.rows[i];
+      if (row.cursor < row.end) load_query(row.t, g, lane_of(i), scratch);
+    }
   }
 
   void begin_part(int64_t i, const Scratch& scratch) const {
@@ -269,8 +280,8 @@ class Run {
     std::fill(scratch.keys + count * stride, scratch.keys + padded * stride, 0.0f);
   }
 
-  // Lets `num_rows` rows attend to the blocks between their cursors and ends. `done` is called for
-  // a row after each of its parts.
+  // Lets `num_rows` rows attend to the blocks between their cursors and ends.
+  // `done` is called for a row after each of its parts.
   template <class Done>
   void walk(int64_t num_rows, int64_t g, const Scratch& scratch, Done done) const {
     const int64_t request = rows_[scratch.rows[0].t].request;
@@ -360,13 +371,14 @@ class Run {
       task.prefetch = &prefetch;
       kernel_.attend_panel(task);
     }
-    prefetch.step(kMsaTileKeys);
+    prefetch.finish();
   }
 
   void attend_tile(const MsaRowTile& tile, int64_t g, const Scratch& scratch) const {
     const int64_t dim = problem_.head_dim;
     for (int64_t i = 0; i < tile.num_rows; ++i)
       begin_row(i, tile.first_row + i, g, 0, shape_.max_parts, scratch);
+    load_queries(tile.num_rows, g, scratch);
     walk(tile.num_rows, g, scratch, [&](int64_t i) {
       TaskRow& row = scratch.rows[i];
       const int64_t lane = lane_of(i);
@@ -386,6 +398,7 @@ class Run {
 
   void attend_part(int64_t t, int64_t g, int64_t part, const Scratch& scratch) const {
     begin_row(0, t, g, part, part + 1, scratch);
+    load_queries(1, g, scratch);
     walk(1, g, scratch, [&](int64_t) {
       kernel_.fold(shape_.group, problem_.head_dim, true, scratch.part, partial(t, g, part));
     });

@@ -8,28 +8,32 @@
 
 /// The loops around the vector kernels of msa_attend.
 ///
-/// A task is one KV head and one row, or a tile of consecutive rows of a request. It walks over the
-/// blocks that its rows list, ascending, decodes each once, and lets the rows that list it attend.
-/// The query heads of the rows stand in the lanes of panels: lane = row in the panel * G + head.
+/// A task is one KV head and one row, or a tile of consecutive rows of a
+/// request. It walks over the blocks that its rows list, ascending, decodes
+/// each once, and lets the rows that list it attend. The query heads of the
+/// rows stand in the lanes of panels: lane = row in the panel * G + head.
 ///
-/// Every (row, head) is computed in the same way whatever runs beside it: its blocks in parts of
-/// kMsaPartTokens tokens, each part by itself in tiles of keys with a running maximum, then the
-/// parts folded in their order. Threads share out tiles of rows, or, where rows are few, parts.
+/// Every (row, head) is computed in the same way whatever runs beside it: its
+/// blocks in parts of kMsaPartTokens tokens, each part by itself in tiles of
+/// keys with a running maximum, then the parts folded in their order. Threads
+/// share out tiles of rows, or, where rows are few, parts.
 namespace fovea::internal {
 
 inline constexpr int64_t kMsaPanelLanes = 16;
-/// Panels of a tile of rows: their sums (64 KiB at 128 channels) and queries share the second-level
-/// cache with the decoded keys and values.
+/// Panels of a tile of rows: their sums (64 KiB at 128 channels) and queries
+/// share the second-level cache with the decoded keys and values.
 inline constexpr int64_t kMsaTilePanels = 8;
 /// Keys that are decoded at a time.
 inline constexpr int64_t kMsaTileKeys = 64;
 inline constexpr int64_t kMsaPartTokens = 512;
 
-/// Floats from one decoded key, or value, to the next: an odd number of cache lines, which meets
-/// all sets of the cache.
+/// Floats from one decoded key, or value, to the next: an odd number of cache
+/// lines, which meets all sets of the cache.
 constexpr int64_t msa_key_stride(int64_t head_dim) { return (head_dim + 31) / 32 * 32 + 16; }
 
-/// Rows of keys and values that are asked for while others are computed.
+/// Rows of keys and values that are asked for while others are computed, row by row: a core has a
+/// few dozen miss buffers, and a burst that fills them stops the arithmetic too. A kernel calls
+/// step() every hundred cycles.
 class MsaPrefetch {
  public:
   MsaPrefetch() = default;
@@ -41,17 +45,22 @@ class MsaPrefetch {
         row_bytes_(row_bytes),
         left_(num_rows) {}
 
-  /// The next `count` rows.
-  void step(int64_t count) {
-    for (; count > 0 && left_ > 0; --count, --left_) {
-      for (int64_t byte = 0; byte < row_bytes_; byte += 64) {
-        // Into the second-level cache: a tile is larger than the first.
-        __builtin_prefetch(keys_ + byte, 0, 2);
-        __builtin_prefetch(values_ + byte, 0, 2);
-      }
-      keys_ += stride_;
-      values_ += stride_;
+  /// The next key and its value.
+  [[gnu::always_inline]] inline void step() {
+    if (left_ == 0) return;
+    for (int64_t byte = 0; byte < row_bytes_; byte += 64) {
+      // Into the second-level cache: a tile is larger than the first.
+      __builtin_prefetch(keys_ + byte, 0, 2);
+      __builtin_prefetch(values_ + byte, 0, 2);
     }
+    keys_ += stride_;
+    values_ += stride_;
+    --left_;
+  }
+
+  /// All that are left.
+  void finish() {
+    while (left_ > 0) step();
   }
 
  private:
