@@ -117,11 +117,10 @@ void check_implementations(const std::vector<std::string>& names) {
 }
 
 Device device_of(const BenchOptions& options) {
-  try {
-    return parse_device(options.device, options.num_threads);
-  } catch (const Error& error) {
-    throw UsageError(error.what());
-  }
+  RunSettings settings;
+  settings.device = options.device;
+  settings.threads = options.num_threads;
+  return settings.parsed_device();
 }
 
 // The caches of the device, as floor_of() asks for them: the L2 of a GPU is one.

@@ -49,14 +49,12 @@ Scope scope_of(const std::string& text) {
     for (int i = 0; i < cuda_device_count(); ++i) scope.gpus.push_back(Device::cuda(i));
     return scope;
   }
-  try {
-    const Device device = parse_device(text);
-    scope.cpu = device.kind == DeviceKind::kCpu;
-    scope.lists_missing_gpu = false;
-    if (!scope.cpu) scope.gpus.push_back(device);
-  } catch (const Error& error) {
-    throw UsageError(error.what());
-  }
+  RunSettings settings;
+  settings.device = text;
+  const Device device = settings.parsed_device();
+  scope.cpu = device.kind == DeviceKind::kCpu;
+  scope.lists_missing_gpu = false;
+  if (!scope.cpu) scope.gpus.push_back(device);
   return scope;
 }
 

@@ -77,9 +77,9 @@ VerifyCase make_pool_case(const std::string& name, DType dtype, const char* comm
   const Sizes sizes{150, 2, 4, 64, 32};
   add_rows(builder, "lower_bound", DType::kBf16, sizes);
   builder.list("q_indptr", {0, 70, 70, 139, 150})
-      .normals("state", dtype, {9, sizes.value_heads, sizes.dim_v, sizes.dim_k}, 0.5)
+      .normals("state", dtype, {10, sizes.value_heads, sizes.dim_v, sizes.dim_k}, 0.5)
       .list("in_slot", {0, 0, 2, -1})
-      .list("out_slot", {0, 1, 100, 3})
+      .list("out_slot", {9, 1, 100, 3})
       .list("snapshot_seq", {0, 2, 2, 3, 7})
       .list("snapshot_pos", {64, 69, 63, 0, 0})
       .list("snapshot_slot", {4, 5, 6, 7, 8})
@@ -216,7 +216,7 @@ VerifyCase make_conv_case(const std::string& mode, const std::string& layout, in
   }
   if (mode == "prefill") {
     builder.list("q_indptr", {0, 2, 2, 72, 73, 140})
-        .list("in_slot", {3, 3, -1, 0, 20})
+        .list("in_slot", {3, 0, -1, 0, 20})
         .list("out_slot", {3, 4, 5, -1, 6})
         .list("snapshot_seq", {0, 2, 2, 3, 9})
         .list("snapshot_pos", {1, 70, 71, 0, 0})

@@ -1037,6 +1037,14 @@ def padded_list(blocks, width):
     return list(blocks) + [-1] * (width - len(blocks))
 
 
+def swa_cases(folder, rng):
+    # Window 3 over pages of 2 tokens. Request 0: positions 3 and 4, one page missing; request 1: position 1; then padding.
+    inputs = {"q_indptr": i32([0, 2, 3]), "kv_len": i32([5, 2]), "page_table": i32([[7, -1, 2], [4, 0, 0]])}
+    indices = i32([[15, -1, -1, -1], [-1, -1, 4, -1], [8, 9, -1, -1]])
+    write(folder, "build_swa_indices", "paged", {"window": 3, "width": 4, "page_size": 2}, inputs,
+          {"indices": indices, "row_len": i32([3, 3, 2])})
+
+
 def msa_cases(folder, rng):
     slots = [[2, 3, -1, -1, 8, 9], [20, 21, 4, 5, 6, 7]]
     inputs = {"req_to_token": i32(slots), "pool_row": i32([1, 0, 2, 0]), "kv_len": i32([4, 5, 3, 0])}
@@ -1099,7 +1107,7 @@ def main():
     folder = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else root / "tests" / "golden"
     folder.mkdir(parents=True, exist_ok=True)
     makers = (cache_cases, batch_cases, index_cases, sparse_cases, mha_cases, merge_cases, mla_input_cases, kda_cases,
-              dense_mla_cases, msa_cases)
+              dense_mla_cases, msa_cases, swa_cases)
     for number, make in enumerate(makers):
         make(folder, np.random.default_rng(number))
     sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]

@@ -5,6 +5,8 @@ import pathlib
 
 from support import CommandLineTest
 
+# A file of it would hold a whole state twice, 40 KB of the 1 MB that all files share.
+WITHOUT_GOLDEN = {"v4_compress"}
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden"
 
 
@@ -22,7 +24,8 @@ class VerifyTest(CommandLineTest):
         for row in results:
             self.assertEqual(row["mismatches"], [])
             self.assertEqual(row["available"], row["generated"] > 0, row)
-            self.assertEqual(row["available"], row["golden"] > 0, row)
+            if row["operator"] not in WITHOUT_GOLDEN:
+                self.assertEqual(row["available"], row["golden"] > 0, row)
 
     def test_without_a_gpu_its_entries_are_skipped_with_the_reason(self):
         if "device cuda:0" in self.fovea("info", "--devices").stdout:
@@ -35,7 +38,7 @@ class VerifyTest(CommandLineTest):
             self.assertEqual((row["available"], row["generated"], row["golden"]), (False, 0, 0))
             self.assertTrue(row["reason"])
         self.expect(self.fovea("verify", "merge_lse"), 0, "cuda_portable", "skipped: ")
-        self.expect(self.fovea("verify", "--device", "cuda:0"), 2, "cuda:0")
+        self.expect(self.fovea("verify", "--device", "cuda:0"), 3, "cuda:0")
 
     def test_one_device_alone(self):
         result = self.fovea("verify", "merge_lse", "--device", "cpu")

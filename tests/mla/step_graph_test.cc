@@ -257,8 +257,11 @@ TEST_P(StepGraphTest, AFailedLaunchIsNamedAndTheNextStepIsRight) {
       failed = true;
       const std::string text = error.what();
       EXPECT_EQ(error.code(), ErrorCode::kDevice);
-      EXPECT_TRUE(text.starts_with("metadata_refresh: ") || text.starts_with("index_") ||
-                  text.starts_with("topk_select: ") || text.starts_with("sparse_mla: "))
+      const auto names = [&](std::string_view op) {
+        return text.starts_with("device: " + std::string(op));
+      };
+      EXPECT_TRUE(names("metadata_refresh: ") || names("index_") || names("topk_select: ") ||
+                  names("sparse_mla: "))
           << text;
       if (on_gpu) {
         EXPECT_NE(text.find(" blocks of "), std::string::npos) << text;
