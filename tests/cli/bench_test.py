@@ -21,7 +21,7 @@ class BenchTest(CommandLineTest):
 
     def test_devices_must_exist(self):
         self.expect(self.bench("--device", "tpu"), 2, "tpu")
-        self.expect(self.bench("--device", "cuda:99"), 2, "cuda:99")
+        self.expect(self.bench("--device", "cuda:99"), 3, "cuda:99")
         self.expect(self.bench("--graph"), 2, "--graph")
         self.expect(self.bench("--suite", "speed"), 2, "speed")
         self.expect(self.bench("--suite", "perf", "--case", "no such row"), 2, "no such row")
