@@ -22,6 +22,7 @@ FLOOR = {
 # The room that owns each public header; a header that is not listed belongs to core.
 HEADER_ROOM = {
     "row_codec.h": "cache", "move_rows.h": "cache", "page_allocator.h": "cache", "request_table.h": "cache", "kv_pool.h": "cache",
+    "state_pool.h": "cache",
     "metadata.h": "batch", "metadata_check.h": "batch", "context_split.h": "batch",
     "compat_metadata.h": "batch",
     "safetensors.h": "io", "json.h": "io", "ceilings_file.h": "io",
@@ -34,7 +35,7 @@ HEADER_ROOM = {
     "kda_commit.h": "kda", "kda_stages.h": "kda", "causal_conv1d.h": "kda",
     "build_page_table.h": "msa", "msa_block_scores.h": "msa", "msa_select_blocks.h": "msa", "msa_score_select.h": "msa",
     "msa_attend.h": "msa",
-    "dsa_backend.h": "serving",
+    "dsa_backend.h": "serving", "kda_backend.h": "serving",
     "trace.h": "replay", "replay.h": "replay",
     "fovea.h": "cli",  # the umbrella: for users, never included inside
 }  # fmt: skip
