@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -41,6 +42,9 @@ class OperatorCaller {
 
   void set_profile(std::vector<OperatorCall>* calls) { profile_.set_target(calls); }
 
+  /// Failed runs that another implementation took over.
+  int64_t fallbacks() const { return fallbacks_; }
+
   template <class Plan>
   void call(const char* name, const Plan& plan, const typename Plan::Tensors& tensors,
             FunctionRef<OperatorWork()> work) {
@@ -80,6 +84,7 @@ class OperatorCaller {
     log(LogLevel::kError, std::string(name) + ": " + failed.implementation().name + " failed (" +
                               error.what() + "); runs " + *next);
     reserve(plan.workspace_bytes(), stream());
+    ++fallbacks_;
     try {
       plan.run(tensors, workspaces_.back().workspace(), stream());
     } catch (const Error& again) {
@@ -91,6 +96,7 @@ class OperatorCaller {
   Device device_;
   const OperatorOptions& options_;
   bool follow_;
+  int64_t fallbacks_ = 0;
   std::vector<DeviceBuffer> workspaces_;  // the last one is in use
   ProfileRecorder profile_;
 };

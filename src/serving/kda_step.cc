@@ -1,0 +1,133 @@
+#include "src/serving/kda_step.h"
+
+#include <cstring>
+
+#include "src/core/access.h"
+#include "src/serving/kda_plans.h"
+#include "src/serving/step_memory.h"
+
+namespace fovea::internal {
+namespace {
+
+TensorView slice_first(TensorView view, int64_t requests) {
+  view.shape[0] = requests;
+  return view;
+}
+
+size_t window_bytes(const KdaBackendConfig& config) {
+  return static_cast<size_t>(kConvHistory * kda_channels(config.layer)) * sizeof(bf16_t);
+}
+
+}  // namespace
+
+VerifyScratch::VerifyScratch(const KdaBackendConfig& config, int64_t requests,
+                             int64_t rows_per_request, int64_t num_layers, const StepHome& home)
+    : config_(config),
+      requests_(requests),
+      rows_(rows_per_request),
+      layers_(num_layers),
+      channels_(config.convolution ? kda_channels(config.layer) : 0) {
+  const KdaLayer& layer = config.layer;
+  entry_ = config.verify_mode == VerifyMode::kStates ? layer.head_dim_v * layer.head_dim_k
+                                                     : 2 * layer.head_dim_k + layer.head_dim_v;
+  const int64_t rows = layers_ * requests_ * rows_;
+  reserve_memory("the scratch of a verify", home.device,
+                 static_cast<size_t>(rows * layer.num_value_heads * entry_) * sizeof(float),
+                 home.stream, &memory_);
+  reserve_memory("the windows of a verify", home.device,
+                 static_cast<size_t>(rows * kConvHistory * channels_) * sizeof(bf16_t), home.stream,
+                 &window_memory_);
+}
+
+TensorView VerifyScratch::layers() const {
+  void* const data = const_cast<DeviceBuffer&>(memory_).data();
+  return make_tensor(data, DType::kF32,
+                     {layers_, requests_, rows_, config_.layer.num_value_heads, entry_});
+}
+
+TensorView VerifyScratch::layer(int64_t layer) const {
+  const TensorView all = layers();
+  void* const data = static_cast<float*>(all.data) + layer * all.stride[0];
+  const int64_t heads = config_.layer.num_value_heads;
+  if (config_.verify_mode == VerifyMode::kRecords) {
+    return make_tensor(data, DType::kF32, {requests_, rows_, heads, entry_});
+  }
+  return make_tensor(data, DType::kF32,
+                     {requests_, rows_, heads, config_.layer.head_dim_v, config_.layer.head_dim_k});
+}
+
+TensorView VerifyScratch::first_requests(int64_t requests) const {
+  return slice_first(layer(0), requests);
+}
+
+TensorView VerifyScratch::windows() const {
+  if (channels_ == 0) return {};
+  void* const data = const_cast<DeviceBuffer&>(window_memory_).data();
+  return make_tensor(data, DType::kBf16, {layers_, requests_, rows_, kConvHistory, channels_});
+}
+
+TensorView VerifyScratch::window(int64_t layer) const {
+  if (channels_ == 0) return {};
+  const TensorView all = windows();
+  void* const data = static_cast<bf16_t*>(all.data) + layer * all.stride[0];
+  return make_tensor(data, DType::kBf16, {requests_, rows_, kConvHistory, channels_});
+}
+
+WindowBackup::WindowBackup(const KdaBackendConfig& config, const StepHome& home) {
+  const auto most = static_cast<size_t>(config.max_requests + config.max_snapshots);
+  saved_.reserve(most);
+  reserve_memory("the backup of windows", home.device, most * window_bytes(config), home.stream,
+                 &memory_);
+}
+
+void WindowBackup::save(const TensorView& window, const ConstTensorView& slots,
+                        const ConstTensorView& snapshot_slots) {
+  window_ = window;
+  saved_.clear();
+  save_slots(slots);
+  save_slots(snapshot_slots);
+}
+
+void WindowBackup::save_slots(const ConstTensorView& slots) {
+  const auto slot = access<const int32_t, 1>(slots);
+  const auto window = access<bf16_t, 3>(window_);
+  const auto row_elements = static_cast<size_t>(window.shape[2]);
+  for (int64_t i = 0; i < slot.shape[0]; ++i) {
+    if (slot(i) < 0 || slot(i) >= window.shape[0]) continue;
+    auto* to = static_cast<bf16_t*>(memory_.data()) +
+               static_cast<int64_t>(saved_.size()) * window.shape[1] * window.shape[2];
+    for (int64_t row = 0; row < window.shape[1]; ++row) {
+      std::memcpy(to, window.row(slot(i), row), row_elements * sizeof(bf16_t));
+      to += row_elements;
+    }
+    saved_.push_back(slot(i));
+  }
+}
+
+void WindowBackup::restore() const {
+  const auto window = access<bf16_t, 3>(window_);
+  const auto row_elements = static_cast<size_t>(window.shape[2]);
+  const auto* from = static_cast<const bf16_t*>(memory_.data());
+  for (const int64_t slot : saved_) {
+    for (int64_t row = 0; row < window.shape[1]; ++row) {
+      std::memcpy(window.row(slot, row), from, row_elements * sizeof(bf16_t));
+      from += row_elements;
+    }
+  }
+}
+
+KdaStep::KdaStep(const KdaBackendConfig& config, const StepHome& home)
+    : arrays(metadata_config(config), config.max_requests, metadata_config(config).max_rows, home) {
+}
+
+KdaStep::KdaStep(const KdaBackendConfig& config, const StepHome& home, const StepBucket& bucket_in)
+    : bucket(bucket_in),
+      arrays(metadata_config(config), bucket_in.num_requests,
+             bucket_in.num_requests * bucket_in.rows_per_request, home) {
+  if (bucket_in.mode != ForwardMode::kTargetVerify) return;
+  scratch = VerifyScratch(config, bucket_in.num_requests, bucket_in.rows_per_request,
+                          config.num_layers, home);
+  verified.assign(static_cast<size_t>(config.num_layers), false);
+}
+
+}  // namespace fovea::internal
