@@ -92,13 +92,15 @@ struct ReplayOptions {
   int64_t check_rows = 0;      ///< Rows to recompute in fp64; 0: none.
   std::string implementation;  ///< Forces one implementation for every operator that has it.
   std::optional<ThroughputLimits> ceilings;  ///< Of this machine, for roofline shares.
-  std::string inject;  ///< Fault injection for tests: "", "page" or "launch:N" (docs/testing.md).
+  /// Fault injection for tests: "", "page", "snapshot" (kimi-linear) or "launch:N"
+  /// (docs/testing.md).
+  std::string inject;
 };
 
 /// One simulated layer.
 struct ReplayLayer {
   int64_t id = 0;
-  std::string kind;  ///< "dsa", or "draft" for the layer of the draft model
+  std::string kind;  ///< "dsa", "kda", "mla", or "draft" for the layer of the draft model
   double ms = 0;     ///< Time of its forward calls; of a replayed graph an equal share.
   int64_t checked_rows = 0;
 };
@@ -197,8 +199,8 @@ struct CheckFailure {
   int64_t request = 0;
   int64_t position = 0;
   int64_t layer = 0;
-  std::string layer_kind;  ///< "dsa" or "draft"
-  std::string op;          ///< The operator whose result was wrong: "index_select" or "sparse_mla".
+  std::string layer_kind;  ///< "dsa", "kda", "mla" or "draft"
+  std::string op;          ///< The operator whose result was wrong: "sparse_mla", "kda_prefill", ..
   std::string kind;        ///< "selection", "output" or "lse".
   std::string detail;
 

@@ -25,6 +25,13 @@ enum class TensorKind : uint8_t {
   kHeadGate,    ///< Gate of each index head.
   kNormWeight,  ///< LayerNorm of the index key: per layer, token id 0.
   kNormBias,
+  kKdaQkv,      ///< q|k|v of a KDA layer, before its convolution.
+  kKdaGate,     ///< Raw gate, heads x K.
+  kKdaBeta,     ///< Logit of each head.
+  kConvWeight,  ///< Of the short convolution: per layer, token id 0, as the rest.
+  kConvBias,
+  kALog,
+  kDtBias,
 };
 
 /// One stream of values.

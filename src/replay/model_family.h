@@ -34,8 +34,10 @@ struct ModelSpec {
   PageRule page;
   SchedulingRules scheduling;
   std::vector<std::string> layer_kinds;  ///< One per layer of the model.
-  bool has_draft_layer = false;          ///< Drafts are possible.
-  std::vector<std::string> injections;   ///< Faults that find_fault knows, e.g. "page".
+  /// What the layers option "pattern" runs; empty: the first layer of each kind.
+  std::vector<int64_t> pattern_layers = {};
+  bool has_draft_layer = false;         ///< Drafts are possible.
+  std::vector<std::string> injections;  ///< Faults that find_fault knows, e.g. "page".
   std::shared_ptr<const ModelFamily> family;
 
   /// Id of the one layer of the draft model: behind those of the model.

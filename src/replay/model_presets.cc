@@ -7,13 +7,14 @@
 #include "fovea/replay.h"
 #include "src/core/check.h"
 #include "src/replay/dsa_model.h"
+#include "src/replay/kimi_model.h"
 
 namespace fovea {
 namespace internal {
 namespace {
 
 const std::vector<ModelSpec>& presets() {
-  static const std::vector<ModelSpec> models = {deepseek_v32()};
+  static const std::vector<ModelSpec> models = {deepseek_v32(), kimi_linear()};
   return models;
 }
 
@@ -41,6 +42,7 @@ ModelSpec find_model(const std::string& name) {
 std::vector<int64_t> parse_layers(const ModelSpec& model, const std::string& layers) {
   const auto count = static_cast<int64_t>(model.layer_kinds.size());
   std::vector<int64_t> ids;
+  if (layers == "pattern" && !model.pattern_layers.empty()) return model.pattern_layers;
   if (layers == "pattern") {
     for (int64_t id = 0; id < count; ++id) {
       const auto begin = model.layer_kinds.begin();

@@ -181,6 +181,27 @@ class RunTest(ReplayTest):
         self.assertIn("checked rows are wrong", result.stderr)
         self.replay("--check", 30, "--inject", "page", "--draft-tokens", 2, code=1)
 
+    def test_kimi_linear_shares_states_and_finds_a_wrong_snapshot(self):
+        path = self.folder / "out.json"
+        shape = ("--model", "kimi-linear", "--token-scale", 8, "--tp", 32, "--check", 12, "--layers", "0,3", "--max-batch", 2, "--json", path)
+
+        def replay(*options, code=0):
+            result = self.fovea("replay", self.folder / "trace.jsonl", *shape, *options)
+            self.expect(result, code)
+            return json.loads(path.read_text()), result.stdout
+
+        digests = set()
+        for options in ((), ("--draft-tokens", 2)):
+            facts, text = replay(*options)
+            self.assertEqual(facts["check"]["mismatches"], 0)
+            self.assertGreater(facts["cache"]["hit_tokens"], 0)
+            digests.add(facts["digest"]["output"])
+            for fragment in ("kda_prefill", "kda_commit", "dense_mla"):
+                self.assertIn(fragment, text)
+        self.assertEqual(len(digests), 1)
+        _, text = replay("--inject", "snapshot", code=1)
+        self.assertRegex(text, r"MISMATCH +request \d+, position \d+, layer 0 \(kda\), kda_prefill: output")
+
     def test_a_request_larger_than_the_cache_is_rejected(self):
         facts, result = self.replay("--cache-tokens", 24)
         self.assertEqual(facts["requests"]["completed"] + facts["requests"]["rejected"], 6)
