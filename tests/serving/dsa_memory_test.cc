@@ -19,17 +19,21 @@ using testing::HasSubstr;
 // Gives away `limit` bytes and no more.
 class LimitedMemory : public MemoryResource {
  public:
-  explicit LimitedMemory(size_t limit) : left(limit) {}
+  LimitedMemory(const Device& device, size_t limit) : left(limit), device_(device) {}
   void* allocate(size_t bytes, Stream) noexcept override {
     if (bytes > left) return nullptr;
     left -= bytes;
     return ::operator new (bytes, std::align_val_t{256}, std::nothrow);
   }
-  void release(void* data, size_t bytes, Stream) noexcept override {
+  void release(void* data, size_t bytes, Stream stream) noexcept override {
+    test::wait_for(device_, stream);
     ::operator delete (data, std::align_val_t{256});
     left += bytes;
   }
   size_t left;
+
+ private:
+  Device device_;
 };
 
 class DsaMemory : public test::DeviceSuite {
@@ -37,7 +41,7 @@ class DsaMemory : public test::DeviceSuite {
   void TearDown() override { set_memory_resource(device_, nullptr); }
 
   std::shared_ptr<LimitedMemory> limit(size_t bytes) {
-    const auto memory = std::make_shared<LimitedMemory>(bytes);
+    const auto memory = std::make_shared<LimitedMemory>(device_, bytes);
     set_memory_resource(device_, memory);
     return memory;
   }

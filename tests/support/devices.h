@@ -6,6 +6,8 @@
 #include <string>
 
 #include "fovea/device_memory.h"
+#include "fovea/error.h"
+#include "fovea/stream.h"
 #include "src/core/cuda_runtime.h"
 
 /// Suites that run on the CPU and on a GPU with the same tensors (support/device_heap.h).
@@ -42,12 +44,21 @@ inline std::string device_test_name(const testing::TestParamInfo<const char*>& i
   return device_name(info.param);
 }
 
+/// What a resource of host memory does before it frees a piece: the stream may still write there,
+/// fills and copies also where launches block. A device that has failed writes no more.
+inline void wait_for(const Device& device, Stream stream) noexcept {
+  try {
+    synchronize(device, stream);
+  } catch (const Error&) {  // NOLINT: the test fails at its next call
+  }
+}
+
 /// While it lives, what the library allocates on the device is memory that a test may read: on a
 /// GPU the test's own, mapped heap.
 class ReadableDeviceMemory {
  public:
   explicit ReadableDeviceMemory(const Device& device) : device_(device) {
-    if (is_needed()) set_memory_resource(device, std::make_shared<MappedHeap>());
+    if (is_needed()) set_memory_resource(device, std::make_shared<MappedHeap>(device));
   }
   ~ReadableDeviceMemory() {
     if (is_needed()) set_memory_resource(device_, nullptr);
@@ -58,12 +69,17 @@ class ReadableDeviceMemory {
  private:
   class MappedHeap : public MemoryResource {
    public:
+    explicit MappedHeap(const Device& device) : device_(device) {}
     void* allocate(size_t bytes, Stream) noexcept override {
       return ::operator new (bytes, std::align_val_t{256}, std::nothrow);
     }
-    void release(void* data, size_t, Stream) noexcept override {
+    void release(void* data, size_t, Stream stream) noexcept override {
+      wait_for(device_, stream);
       ::operator delete (data, std::align_val_t{256});
     }
+
+   private:
+    Device device_;
   };
   bool is_needed() const { return device_.kind == DeviceKind::kCuda; }
 
