@@ -22,6 +22,7 @@ StagedTensor::StagedTensor(const Device& device, DType dtype, std::initializer_l
   if (device.kind == DeviceKind::kCpu) {
     host_ = device_data_;
   } else {
+    fill_bytes(device_data_, device, 0, bytes);
     host_memory_.reserve(bytes);
     host_ = host_memory_.data();
   }

@@ -10,7 +10,8 @@
 namespace fovea::internal {
 
 /// A tensor that the host fills or reads, row by row, and the device computes with. On the CPU both
-/// are one memory, and copies do nothing. Uninitialised; fixed addresses.
+/// are one memory, and copies do nothing. Fixed addresses. Uninitialised, but for a GPU's memory,
+/// which the default stream fills with zeros: rows of padding are computed with, never uploaded.
 class StagedTensor {
  public:
   StagedTensor() = default;
