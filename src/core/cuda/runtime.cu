@@ -114,6 +114,8 @@ DeviceScope::~DeviceScope() {
 }
 
 void* allocate(int ordinal, size_t bytes, Stream stream) noexcept {
+  // A pool refuses a piece of nothing, which below would wait and give back what the pool keeps.
+  if (bytes == 0) return nullptr;
   try {
     const DeviceScope scope(ordinal);
     void* data = nullptr;
