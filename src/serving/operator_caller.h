@@ -8,6 +8,7 @@
 #include "fovea/device_memory.h"
 #include "fovea/dsa_backend.h"
 #include "fovea/error.h"
+#include "fovea/stream.h"
 #include "src/core/fault_injection.h"
 #include "src/core/log.h"
 #include "src/serving/dsa_profile.h"
@@ -25,8 +26,10 @@ class OperatorCaller {
   OperatorCaller(const Device& device, const OperatorOptions& options, bool follow)
       : device_(device), options_(options), follow_(follow), profile_(device) {}
 
-  /// Room for every plan that will be called, as memory that work of `stream` may use.
+  /// Room for every plan that will be called, as memory that work of `stream` may use. The stream
+  /// of the first call outlives this object.
   void reserve(size_t workspace_bytes, Stream stream) {
+    if (workspaces_.empty()) home_ = stream;
     if (!workspaces_.empty() && workspaces_.back().bytes() >= workspace_bytes) return;
     DeviceBuffer larger;
     reserve_memory("the workspace", device_, workspace_bytes, stream, &larger);
@@ -70,6 +73,14 @@ class OperatorCaller {
   }
 
  private:
+  // Room in the middle of a step. Later steps may run on other streams than this one, and may
+  // outlive it: hence memory that is ready for any stream, at the price of a wait.
+  void reserve_at_home(size_t workspace_bytes) {
+    if (workspaces_.back().bytes() >= workspace_bytes) return;
+    reserve(workspace_bytes, home_);
+    synchronize(device_, home_);
+  }
+
   // After a failed run, the next implementation of the list from the same tensors: whatever a
   // failed run wrote, a complete one writes again. Called while the error is handled.
   template <class Plan>
@@ -83,7 +94,7 @@ class OperatorCaller {
     if (is_capturing() && plan.workspace_bytes() > workspaces_.back().bytes()) throw;
     log(LogLevel::kError, std::string(name) + ": " + failed.implementation().name + " failed (" +
                               error.what() + "); runs " + *next);
-    reserve(plan.workspace_bytes(), stream());
+    reserve_at_home(plan.workspace_bytes());
     ++fallbacks_;
     try {
       plan.run(tensors, workspaces_.back().workspace(), stream());
@@ -97,6 +108,7 @@ class OperatorCaller {
   const OperatorOptions& options_;
   bool follow_;
   int64_t fallbacks_ = 0;
+  Stream home_;
   std::vector<DeviceBuffer> workspaces_;  // the last one is in use
   ProfileRecorder profile_;
 };
