@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "bench/cases.h"
+#include "fovea/error.h"
 
 namespace fovea::bench {
 namespace {
@@ -225,7 +226,13 @@ PerfResult run_perf_row(const PerfRow& row, const RunSettings& settings,
   RunSettings own = settings;
   own.only_cold = true;
   own.graph = settings.gpu.kind == DeviceKind::kCuda;
-  const CaseOutcome outcome = run_case(*row.bench_case, own, limits);
+  CaseOutcome outcome;
+  try {
+    outcome = run_case(*row.bench_case, own, limits);
+  } catch (const Error& error) {  // the other rows still count
+    result.check = std::string(kFailed) + error.what();
+    return result;
+  }
   for (const Rejection& rejection : outcome.rejections) {
     result.check = (rejection.wrong ? "WRONG RESULT: " : "refused: ") + rejection.reason;
   }

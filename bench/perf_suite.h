@@ -35,7 +35,11 @@ std::vector<PerfRow> perf_rows();
 /// Bytes over the read bandwidth that the rows were made with, flops over the row's peak.
 double perf_floor_us(const Work& work, double peak_gflops);
 
-/// Checks and times one row: cold; on a GPU captured graphs, quick or not.
+/// How the check of a row begins whose run failed on the device.
+inline constexpr char kFailed[] = "FAILED: ";
+
+/// Checks and times one row: cold; on a GPU captured graphs, quick or not. An Error becomes the
+/// row's check.
 PerfResult run_perf_row(const PerfRow& row, const RunSettings& settings,
                         const ThroughputLimits& limits);
 

@@ -155,7 +155,8 @@ int run_suite(const std::vector<bench::PerfRow>& rows, const BenchOptions& optio
     if (row.section != section) fmt::print("{}\n", row.section);
     section = row.section;
     results.push_back(bench::run_perf_row(row, settings, session.ceilings.all_threads));
-    wrong = wrong || results.back().check.starts_with("WRONG");
+    const std::string& check = results.back().check;
+    wrong = wrong || check.starts_with("WRONG") || check.starts_with(bench::kFailed);
     fmt::print("  {}", bench::perf_line(results.back()));
     std::fflush(stdout);
   }
