@@ -35,10 +35,9 @@ bool passes_without_blocking() {
   char program[4096] = {};
   if (readlink("/proc/self/exe", program, sizeof(program) - 1) < 0) return false;
   const testing::TestInfo& test = *testing::UnitTest::GetInstance()->current_test_info();
-  // A kernel that is loaded at its first launch may wait there for those that run.
-  const std::string command =
-      "CUDA_LAUNCH_BLOCKING=0 CUDA_MODULE_LOADING=EAGER '" + std::string(program) +
-      "' --gtest_brief=1 '--gtest_filter=" + test.test_suite_name() + "." + test.name() + "'";
+  const std::string command = "CUDA_LAUNCH_BLOCKING=0 '" + std::string(program) +
+                              "' --gtest_brief=1 '--gtest_filter=" + test.test_suite_name() + "." +
+                              test.name() + "'";
   return std::system(command.c_str()) == 0;
 }
 

@@ -9,7 +9,9 @@
 namespace fovea::test {
 
 /// A kernel of one block in front of everything that `stream` gets from now on, which runs until
-/// release(), or 20 seconds. On the CPU nothing. Launches must not block (launches_block()).
+/// release(), or 20 seconds. On the CPU nothing. Launches must not block (launches_block()). What
+/// is launched meanwhile has been launched before: the first launch of a kernel loads it, which may
+/// wait for those that run.
 class Spinner {
  public:
   Spinner(const Device& device, Stream stream);
