@@ -200,6 +200,61 @@ struct Producer {
 template <int kK>
 using WarpState = MmaC[kK / 8];
 
+// Whether no number is infinite or NaN: such a number times 0 is NaN.
+__device__ inline bool are_finite(const MmaA (&numbers)[2]) {
+  float zero = 0;
+#pragma unroll
+  for (const MmaA& part : numbers) {
+#pragma unroll
+    for (const uint32_t bits : part.x) zero = fmaf(__uint_as_float(bits), 0.0f, zero);
+  }
+  return zero == 0.0f;
+}
+
+// Adds left (16 rows of V, all tokens) times the transpose of `right`, of which row t is 0 behind
+// column t. Zeros do not keep out what is not finite, which would reach earlier tokens: then every
+// token takes the columns up to its own alone, with the same bits.
+__device__ inline void multiply_causal(const MmaA (&left)[2],
+                                       const float (&right)[kTileRows][kTileRows],
+                                       MmaC (&sums)[2]) {
+  const int lane = threadIdx.x % kWarpThreads;
+  const int g = lane / 4, j = lane % 4;
+  float4 words[2];
+#pragma unroll
+  for (int u = 0; u < 2; ++u) {
+    words[u] = *reinterpret_cast<const float4*>(&right[token_of(u, g)][4 * j]);
+  }
+  if (__all_sync(0xFFFFFFFF, are_finite(left))) {
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      mma_tf32(sums[u], left[0], words[u].x, words[u].y);
+      mma_tf32(sums[u], left[1], words[u].z, words[u].w);
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int token = 0; token < kTileRows; ++token) {
+    MmaA before[2];
+#pragma unroll
+    for (int w = 0; w < 2; ++w) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        before[w].x[i] = 4 * j + 2 * w + (i >> 1) <= token ? left[w].x[i] : 0;
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      MmaC sum = sums[u];
+      mma_tf32(sum, before[0], words[u].x, words[u].y);
+      mma_tf32(sum, before[1], words[u].z, words[u].w);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (4 * j + 2 * u + (e & 1) == token) sums[u].x[e] = sum.x[e];
+      }
+    }
+  }
+}
+
 // One tile: the state moves on, the warp's part of out goes to `result`.
 template <int kK, int kV>
 __device__ inline void advance(const ChainStage<kK, kV>& stage, int warp, WarpState<kK>& state,
@@ -234,21 +289,10 @@ __device__ inline void advance(const ChainStage<kK, kV>& stage, int warp, WarpSt
     }
     rest[u] = operand_of(r);
   }
-  MmaA corrections[2];
-#pragma unroll
-  for (int u = 0; u < 2; ++u) {
-    const float4 x = *reinterpret_cast<const float4*>(&stage.x[token_of(u, g)][4 * j]);
-    MmaC sum{};
-    mma_tf32(sum, rest[0], x.x, x.y);
-    mma_tf32(sum, rest[1], x.z, x.w);
-    corrections[u] = operand_of(sum);
-  }
-#pragma unroll
-  for (int u = 0; u < 2; ++u) {
-    const float4 p = *reinterpret_cast<const float4*>(&stage.p[token_of(u, g)][4 * j]);
-    mma_tf32(result[u], corrections[0], p.x, p.y);
-    mma_tf32(result[u], corrections[1], p.z, p.w);
-  }
+  MmaC sums[2] = {};
+  multiply_causal(rest, stage.x, sums);
+  const MmaA corrections[2] = {operand_of(sums[0]), operand_of(sums[1])};
+  multiply_causal(corrections, stage.p, result);
 #pragma unroll
   for (int m = 0; m < kK / 16; ++m) {
     const float4 decay = *reinterpret_cast<const float4*>(&stage.decay[16 * m + 4 * j]);

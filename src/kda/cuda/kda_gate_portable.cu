@@ -4,6 +4,7 @@
 #include "fovea/numeric.h"
 #include "src/core/access.h"
 #include "src/core/cuda/launch.cuh"
+#include "src/kda/cuda/kda_rows.cuh"
 #include "src/kda/kda_gate_impl.h"
 #include "src/kda/kda_math.h"
 
@@ -38,7 +39,7 @@ __global__ void __launch_bounds__(kThreads) activate(const __grid_constant__ Par
   float a = params.g_is_bf16 ? bf16_to_float(static_cast<const bf16_t*>(params.g)[from])
                              : static_cast<const float*>(params.g)[from];
   if (params.dt_bias) a += params.dt_bias(hv, c);
-  const float rate = params.a_log != nullptr ? expf(params.a_log[hv]) : 1.0f;
+  const float rate = params.a_log != nullptr ? cuda::finite_rate(params.a_log[hv]) : 1.0f;
   params.log_decay(t, hv, c) = kda_log_decay(params.kind, params.lower_bound, a, rate);
 }
 

@@ -173,15 +173,16 @@ void kda_prefill_cuda_portable(const KdaPrefillProblem& problem, const Device& d
   const cuda::PrefillTargets& targets = params.targets;
   const cuda::LaunchShape one_block{dim3(1), dim3(cuda::kSequenceThreads)};
   if (problem.check) {
-    const cuda::CheckParams check{offsets,
-                                  targets.routes.in_slot,
-                                  targets.routes.out_slot,
-                                  params.num_sequences,
-                                  targets.routes.entries,
-                                  targets.snapshots,
-                                  targets.interval,
-                                  memory.table.refused,
-                                  static_cast<int32_t*>(tensors.report.data)};
+    cuda::CheckParams check{};
+    check.offsets = offsets;
+    check.in_slot = targets.routes.in_slot;
+    check.out_slot = targets.routes.out_slot;
+    check.num_entries = params.num_sequences;
+    check.slots = targets.routes.entries;
+    check.snapshots = targets.snapshots;
+    check.interval = targets.interval;
+    check.refused = memory.table.refused;
+    check.report = static_cast<int32_t*>(tensors.report.data);
     cuda::launch(kOp, cuda::check_contents, one_block, stream, check);
   } else {
     params.table.refused = nullptr;

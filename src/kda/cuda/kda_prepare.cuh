@@ -186,7 +186,10 @@ __global__ void __launch_bounds__(kK / 2)
     float x[kTileRows];
     invert_column(a, column, x);
 #pragma unroll
-    for (int i = 0; i < kTileRows; ++i) product[0][i][column] = round_tf32(x[i] * betas[column]);
+    for (int i = 0; i < kTileRows; ++i) {
+      // Rows before it do not see a beta that is NaN or infinite.
+      product[0][i][column] = i < column ? 0.0f : round_tf32(x[i] * betas[column]);
+    }
   }
   __syncthreads();
   for (int entry = threadIdx.x; entry < kTileRows * kTileRows; entry += kThreads) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "fovea/numeric.h"
 #include "src/core/access.h"
@@ -34,6 +35,13 @@ __device__ inline float softplus_log2(float x) {
   // The hardware's logarithm has an absolute error near 1; a series keeps small decays exact.
   const float series = e * (1.0f - e * (0.5f - e * (1.0f / 3 - e * 0.25f))) * kLog2e;
   return e < 0.015625f ? series : log2_fast(1.0f + e);
+}
+
+/// exp(a_log) cut to fp32's range (infinity times the 0 of a softplus would be NaN); NaN for NaN.
+__device__ inline float finite_rate(float a_log) {
+  constexpr float kLargest = std::numeric_limits<float>::max();
+  const float rate = expf(a_log);
+  return rate > kLargest ? kLargest : rate;
 }
 
 /// An element that is bf16 or fp32.
@@ -86,7 +94,7 @@ struct KdaInput {
         heads_per_key(static_cast<int>(layer.num_value_heads / layer.num_heads)) {}
 
   /// exp(a_log) of a value head; 1 without a_log.
-  __device__ float rate(int hv) const { return a_log != nullptr ? expf(a_log[hv]) : 1.0f; }
+  __device__ float rate(int hv) const { return a_log != nullptr ? finite_rate(a_log[hv]) : 1.0f; }
   __device__ float bias(int hv, int channel) const { return dt_bias ? dt_bias(hv, channel) : 0.0f; }
 
   /// Log decay in base 2 of a raw value, not below kKdaLeastLog2Decay.

@@ -66,7 +66,7 @@ struct Worker {
     const int slice = static_cast<int>(blockIdx.x % per_request) % p.slices;
     v0 = (slice * kWarps + static_cast<int>(threadIdx.x) / kWarpThreads) * kRows;
     lane = static_cast<int>(threadIdx.x) % kWarpThreads;
-    rate = fminf(p.input.rate(hv), std::numeric_limits<float>::max());
+    rate = p.input.rate(hv);
   }
 
   __device__ int channel(int i) const {
