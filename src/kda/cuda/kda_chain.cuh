@@ -27,6 +27,10 @@
 /// over columns may take them in any order, so columns are numbered as a lane holds them
 /// (mma_tf32.cuh). Thereby a lane's right operands of two steps are four neighbours in shared
 /// memory. tf32 operands: the state's limit of 1e-3 is out of reach of bf16.
+///
+/// Tokens with one key cancel in the sum over U, and what a fresh state keeps of them is as small
+/// as one of their values; so U enters the state in two parts (tf32 and what that leaves), and X is
+/// split likewise: an error of its entries would meet the sum of all R, not their difference.
 namespace fovea::internal::cuda {
 
 struct ChainParams {
@@ -211,25 +215,44 @@ __device__ inline bool are_finite(const MmaA (&numbers)[2]) {
   return zero == 0.0f;
 }
 
+// A right operand as two tf32: with it a product has the left operand's rounding alone.
+template <bool kSplit>
+struct RightWords {
+  float4 high, low;
+
+  __device__ explicit RightWords(const float4& x) : high(x), low{} {
+    if constexpr (kSplit) {
+      high = make_float4(round_tf32(x.x), round_tf32(x.y), round_tf32(x.z), round_tf32(x.w));
+      low = make_float4(round_tf32(x.x - high.x), round_tf32(x.y - high.y),
+                        round_tf32(x.z - high.z), round_tf32(x.w - high.w));
+    }
+  }
+  __device__ void multiply(const MmaA (&left)[2], MmaC& sum) const {
+    mma_tf32(sum, left[0], high.x, high.y);
+    mma_tf32(sum, left[1], high.z, high.w);
+    if constexpr (kSplit) {
+      mma_tf32(sum, left[0], low.x, low.y);
+      mma_tf32(sum, left[1], low.z, low.w);
+    }
+  }
+};
+
 // Adds left (16 rows of V, all tokens) times the transpose of `right`, of which row t is 0 behind
-// column t. Zeros do not keep out what is not finite, which would reach earlier tokens: then every
-// token takes the columns up to its own alone, with the same bits.
+// column t; kSplit: `right` is fp32, otherwise tf32. Zeros do not keep out what is not finite,
+// which would reach earlier tokens: then every token takes the columns up to its own alone, with
+// the same bits.
+template <bool kSplit>
 __device__ inline void multiply_causal(const MmaA (&left)[2],
                                        const float (&right)[kTileRows][kTileRows],
                                        MmaC (&sums)[2]) {
   const int lane = threadIdx.x % kWarpThreads;
   const int g = lane / 4, j = lane % 4;
-  float4 words[2];
-#pragma unroll
-  for (int u = 0; u < 2; ++u) {
-    words[u] = *reinterpret_cast<const float4*>(&right[token_of(u, g)][4 * j]);
-  }
+  const auto words = [&](int u) {
+    return RightWords<kSplit>(*reinterpret_cast<const float4*>(&right[token_of(u, g)][4 * j]));
+  };
   if (__all_sync(0xFFFFFFFF, are_finite(left))) {
 #pragma unroll
-    for (int u = 0; u < 2; ++u) {
-      mma_tf32(sums[u], left[0], words[u].x, words[u].y);
-      mma_tf32(sums[u], left[1], words[u].z, words[u].w);
-    }
+    for (int u = 0; u < 2; ++u) words(u).multiply(left, sums[u]);
     return;
   }
 #pragma unroll 1
@@ -245,14 +268,21 @@ __device__ inline void multiply_causal(const MmaA (&left)[2],
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
       MmaC sum = sums[u];
-      mma_tf32(sum, before[0], words[u].x, words[u].y);
-      mma_tf32(sum, before[1], words[u].z, words[u].w);
+      words(u).multiply(before, sum);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         if (4 * j + 2 * u + (e & 1) == token) sums[u].x[e] = sum.x[e];
       }
     }
   }
+}
+
+// What operand_of() rounded away, as an operand.
+__device__ inline MmaA remainder_of(const MmaC& c, const MmaA& rounded) {
+  return {{to_tf32(c.x[0] - __uint_as_float(rounded.x[0])),
+           to_tf32(c.x[2] - __uint_as_float(rounded.x[1])),
+           to_tf32(c.x[1] - __uint_as_float(rounded.x[2])),
+           to_tf32(c.x[3] - __uint_as_float(rounded.x[3]))}};
 }
 
 // One tile: the state moves on, the warp's part of out goes to `result`.
@@ -290,9 +320,11 @@ __device__ inline void advance(const ChainStage<kK, kV>& stage, int warp, WarpSt
     rest[u] = operand_of(r);
   }
   MmaC sums[2] = {};
-  multiply_causal(rest, stage.x, sums);
+  multiply_causal<true>(rest, stage.x, sums);
   const MmaA corrections[2] = {operand_of(sums[0]), operand_of(sums[1])};
-  multiply_causal(corrections, stage.p, result);
+  const MmaA remainders[2] = {remainder_of(sums[0], corrections[0]),
+                              remainder_of(sums[1], corrections[1])};
+  multiply_causal<false>(corrections, stage.p, result);
 #pragma unroll
   for (int m = 0; m < kK / 16; ++m) {
     const float4 decay = *reinterpret_cast<const float4*>(&stage.decay[16 * m + 4 * j]);
@@ -309,6 +341,8 @@ __device__ inline void advance(const ChainStage<kK, kV>& stage, int warp, WarpSt
           *reinterpret_cast<const float4*>(&stage.k_out[channel][swizzled(channel, j)]);
       mma_tf32(s, corrections[0], k.x, k.y);
       mma_tf32(s, corrections[1], k.z, k.w);
+      mma_tf32(s, remainders[0], k.x, k.y);
+      mma_tf32(s, remainders[1], k.z, k.w);
     }
   }
 }

@@ -22,7 +22,7 @@ namespace fovea::internal::cuda {
 /// What prepare leaves of tile t and value head hv, at index t * HV + hv.
 struct TileRecords {
   float* g_sum = nullptr;   // [.., 16, K]
-  float* x = nullptr;       // [.., 16, 16]: X diag(beta), rounded to tf32
+  float* x = nullptr;       // [.., 16, 16]: X diag(beta)
   float* p = nullptr;       // [.., 16, 16]: scale P, rounded to tf32
   float* factor = nullptr;  // [.., 2, 16]: of the rows of q (with scale), then of k
 
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(kK / 2)
 #pragma unroll
     for (int i = 0; i < kTileRows; ++i) {
       // Rows before it do not see a beta that is NaN or infinite.
-      product[0][i][column] = i < column ? 0.0f : round_tf32(x[i] * betas[column]);
+      product[0][i][column] = i < column ? 0.0f : x[i] * betas[column];
     }
   }
   __syncthreads();
