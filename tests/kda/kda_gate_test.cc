@@ -104,6 +104,16 @@ TEST_P(KdaGateTest, ExtremesStayInTheirRange) {
   EXPECT_EQ(given.values<float>(), raw);  // not clamped
 }
 
+TEST_P(KdaGateTest, ARateBeyondFp32GivesNoNan) {
+  const Tensor rate = Tensor::f32({1}, {100});
+  const Tensor closed = Tensor::f32({1, 1, 1}, {-1000});
+  const Tensor zero = Tensor::f32({1, 1, 1}, {0});
+  const KdaGate softplus{.kind = GateKind::kSoftplus, .dtype = DType::kF32};
+  EXPECT_EQ(run(one_channel(softplus, 1), {.g = closed, .a_log = rate}).data<float>()[0], 0.0f);
+  const KdaGate bounded{.kind = GateKind::kLowerBound, .lower_bound = -4, .dtype = DType::kF32};
+  EXPECT_EQ(run(one_channel(bounded, 1), {.g = zero, .a_log = rate}).data<float>()[0], -2.0f);
+}
+
 TEST_P(KdaGateTest, WithoutARateTheLowerBoundGateHasRateOne) {
   const KdaGate gate{.kind = GateKind::kLowerBound, .lower_bound = -2, .dtype = DType::kF32};
   const Tensor g = Tensor::f32({3, 1, 1}, {-1, 0, 2});

@@ -25,6 +25,8 @@ INSTANTIATE_TEST_SUITE_P(Targets, KdaPrefillStateTest,
                          testing::ValuesIn(test::targets_of("kda_prefill")), test::target_name);
 
 const KdaLayer kSmall = kda_layer(1, 2, 16, 8);
+// A GPU takes the second by tiles and tensor cores, the first token by token.
+const KdaLayer kLayers[] = {kSmall, kda_layer(1, 2, 64, 16)};
 
 bool all_bytes(const std::vector<uint8_t>& bytes, uint8_t value) {
   return std::all_of(bytes.begin(), bytes.end(), [&](uint8_t byte) { return byte == value; });
@@ -47,99 +49,112 @@ TEST_P(KdaPrefillStateTest, NothingToDo) {
 }
 
 TEST_P(KdaPrefillStateTest, SlotsOfPaddingStartAtZeroAndStoreNothing) {
-  for (const std::vector<int32_t>& slots : std::vector<std::vector<int32_t>>{
-           {-1, 4, 2}, {0, -1, 4}, {4, 0, -1}, {-1, -1, -1}, {3, 1, 0}, {5, 4, INT32_MIN}}) {
-    SCOPED_TRACE(testing::PrintToString(slots));
-    PrefillCase call(kSmall, {20, 40, 7}, 2);
-    call.with_pool(5, slots, slots);  // 4 is the last slot of the pool
-    const Tensor before = call.state;
-    expect_reference(call);
-    run(call);
-    for (int32_t slot = 0; slot < 5; ++slot) {
-      const bool used = std::count(slots.begin(), slots.end(), slot) > 0;
-      EXPECT_EQ(entry_bytes(call.state, slot) == entry_bytes(before, slot), !used) << slot;
+  for (const KdaLayer& shape : kLayers) {
+    SCOPED_TRACE(testing::Message() << "K " << shape.head_dim_k);
+    for (const std::vector<int32_t>& slots : std::vector<std::vector<int32_t>>{
+             {-1, 4, 2}, {0, -1, 4}, {4, 0, -1}, {-1, -1, -1}, {3, 1, 0}, {5, 4, INT32_MIN}}) {
+      SCOPED_TRACE(testing::PrintToString(slots));
+      PrefillCase call(shape, {20, 40, 7}, 2);
+      call.with_pool(5, slots, slots);  // 4 is the last slot of the pool
+      const Tensor before = call.state;
+      expect_reference(call);
+      run(call);
+      for (int32_t slot = 0; slot < 5; ++slot) {
+        const bool used = std::count(slots.begin(), slots.end(), slot) > 0;
+        EXPECT_EQ(entry_bytes(call.state, slot) == entry_bytes(before, slot), !used) << slot;
+      }
     }
   }
 }
 
 TEST_P(KdaPrefillStateTest, InAndOutSlotsAreListsOfTheirOwn) {
-  // Two sequences fork from slot 0, which stays; the third starts at zero and overwrites slot 3.
-  PrefillCase call(kSmall, {20, 33, 5}, 3);
-  call.with_pool(4, {0, 0, -1}, {1, 2, 3});
-  const std::vector<uint8_t> origin = entry_bytes(call.state, 0);
-  expect_reference(call);
-  run(call);
-  EXPECT_EQ(entry_bytes(call.state, 0), origin);
+  for (const KdaLayer& shape : kLayers) {
+    SCOPED_TRACE(testing::Message() << "K " << shape.head_dim_k);
+    // Two sequences fork from slot 0, which stays; the third starts at zero and overwrites slot 3.
+    PrefillCase call(shape, {20, 33, 5}, 3);
+    call.with_pool(4, {0, 0, -1}, {1, 2, 3});
+    const std::vector<uint8_t> origin = entry_bytes(call.state, 0);
+    expect_reference(call);
+    run(call);
+    EXPECT_EQ(entry_bytes(call.state, 0), origin);
 
-  PrefillCase in_only = call;
-  in_only.out_slot = {};
-  const Tensor before = in_only.state;
-  run(in_only);
-  EXPECT_EQ(in_only.state.bytes(), before.bytes());
+    PrefillCase in_only = call;
+    in_only.out_slot = {};
+    const Tensor before = in_only.state;
+    run(in_only);
+    EXPECT_EQ(in_only.state.bytes(), before.bytes());
+  }
 }
 
 TEST_P(KdaPrefillStateTest, AFreshSlotMayHoldNan) {
-  for (const DType dtype : {DType::kF32, DType::kBf16}) {
-    KdaLayer layer = kSmall;
-    layer.state_dtype = dtype;
-    PrefillCase call(layer, {20, 70, 0}, 4);
-    call.with_pool(4, {2, 1, 0}, {2, 1, 3});
-    call.has_initial_state = Tensor::from<uint8_t>(DType::kU8, {3}, {0, 1, 0});
-    const int64_t block = call.state.view().num_elements() / 4;
-    test::fill_elements(call.state, 2 * block, 4 * block, std::nanf(""));
-    test::fill_elements(call.state, 0, block, std::nanf(""));
-    expect_reference(call);
-    run(call);
-    EXPECT_TRUE(all_bytes(entry_bytes(call.state, 3), 0));  // fork of no initial state
+  for (const KdaLayer& shape : kLayers) {
+    SCOPED_TRACE(testing::Message() << "K " << shape.head_dim_k);
+    for (const DType dtype : {DType::kF32, DType::kBf16}) {
+      KdaLayer layer = shape;
+      layer.state_dtype = dtype;
+      PrefillCase call(layer, {20, 70, 0}, 4);
+      call.with_pool(4, {2, 1, 0}, {2, 1, 3});
+      call.has_initial_state = Tensor::from<uint8_t>(DType::kU8, {3}, {0, 1, 0});
+      const int64_t block = call.state.view().num_elements() / 4;
+      test::fill_elements(call.state, 2 * block, 4 * block, std::nanf(""));
+      test::fill_elements(call.state, 0, block, std::nanf(""));
+      expect_reference(call);
+      run(call);
+      EXPECT_TRUE(all_bytes(entry_bytes(call.state, 3), 0));  // fork of no initial state
+    }
   }
 }
 
 TEST_P(KdaPrefillStateTest, EmptySequencesKeepOrCopyTheirState) {
-  for (const size_t place : {size_t{0}, size_t{1}, size_t{2}}) {
-    std::vector<int32_t> lengths{9, 17, 33};
-    lengths[place] = 0;
-    const auto entry = static_cast<int64_t>(place);
-    PrefillCase call(kSmall, lengths, 5);
-    call.with_pool(8, {0, 1, 2}, {0, 1, 2});
-    const Tensor before = call.state;
+  for (const KdaLayer& shape : kLayers) {
+    SCOPED_TRACE(testing::Message() << "K " << shape.head_dim_k);
+    for (const size_t place : {size_t{0}, size_t{1}, size_t{2}}) {
+      std::vector<int32_t> lengths{9, 17, 33};
+      lengths[place] = 0;
+      const auto entry = static_cast<int64_t>(place);
+      PrefillCase call(shape, lengths, 5);
+      call.with_pool(8, {0, 1, 2}, {0, 1, 2});
+      const Tensor before = call.state;
 
-    PrefillCase in_place = call;
-    run(in_place);
-    EXPECT_EQ(entry_bytes(in_place.state, entry), entry_bytes(before, entry));
-    in_place.has_initial_state = Tensor(DType::kU8, {3});
-    in_place.state = before;
-    run(in_place);
-    EXPECT_EQ(entry_bytes(in_place.state, entry), entry_bytes(before, entry));
+      PrefillCase in_place = call;
+      run(in_place);
+      EXPECT_EQ(entry_bytes(in_place.state, entry), entry_bytes(before, entry));
+      in_place.has_initial_state = Tensor(DType::kU8, {3});
+      in_place.state = before;
+      run(in_place);
+      EXPECT_EQ(entry_bytes(in_place.state, entry), entry_bytes(before, entry));
 
-    PrefillCase fork = call;
-    fork.out_slot = Tensor::i32({3}, {3, 4, 5});
-    expect_reference(fork);
-    run(fork);
-    EXPECT_EQ(entry_bytes(fork.state, 3 + entry), entry_bytes(before, entry));
-    EXPECT_EQ(entry_bytes(fork.state, entry), entry_bytes(before, entry));
+      PrefillCase fork = call;
+      fork.out_slot = Tensor::i32({3}, {3, 4, 5});
+      expect_reference(fork);
+      run(fork);
+      EXPECT_EQ(entry_bytes(fork.state, 3 + entry), entry_bytes(before, entry));
+      EXPECT_EQ(entry_bytes(fork.state, entry), entry_bytes(before, entry));
 
-    PrefillCase fresh = fork;
-    fresh.state = before;
-    fresh.has_initial_state = Tensor(DType::kU8, {3});
-    run(fresh);
-    EXPECT_TRUE(all_bytes(entry_bytes(fresh.state, 3 + entry), 0));
+      PrefillCase fresh = fork;
+      fresh.state = before;
+      fresh.has_initial_state = Tensor(DType::kU8, {3});
+      run(fresh);
+      EXPECT_TRUE(all_bytes(entry_bytes(fresh.state, 3 + entry), 0));
 
-    PrefillCase no_start = fork;
-    no_start.state = before;
-    no_start.in_slot = Tensor::i32({3}, {-1, -1, 8});
-    run(no_start);
-    EXPECT_TRUE(all_bytes(entry_bytes(no_start.state, 3 + entry), 0));
+      PrefillCase no_start = fork;
+      no_start.state = before;
+      no_start.in_slot = Tensor::i32({3}, {-1, -1, 8});
+      run(no_start);
+      EXPECT_TRUE(all_bytes(entry_bytes(no_start.state, 3 + entry), 0));
+    }
   }
 }
 
 TEST_P(KdaPrefillStateTest, BothLayoutsHoldTheSameState) {
   // K = V hides a swap of the axes, so that it has to be looked for.
-  for (const int64_t dim : {16, 8}) {
-    PrefillCase vk(kda_layer(1, 2, 16, dim), {40}, 6);
+  for (const auto& [dim_k, dim] :
+       std::vector<std::pair<int64_t, int64_t>>{{16, 16}, {16, 8}, {64, 64}, {64, 16}}) {
+    PrefillCase vk(kda_layer(1, 2, dim_k, dim), {40}, 6);
     vk.with_states();
     PrefillCase kv = vk;
     kv.problem.state_layout = StateLayout::kKv;
-    kv.state = Tensor(DType::kF32, {1, 2, 16, dim});
+    kv.state = Tensor(DType::kF32, {1, 2, dim_k, dim});
     const auto transpose = [&](const Tensor& from, Tensor& to, int64_t rows, int64_t columns) {
       for (int64_t h = 0; h < 2; ++h) {
         for (int64_t i = 0; i < rows; ++i) {
@@ -150,116 +165,131 @@ TEST_P(KdaPrefillStateTest, BothLayoutsHoldTheSameState) {
         }
       }
     };
-    transpose(vk.state, kv.state, dim, 16);
+    transpose(vk.state, kv.state, dim, dim_k);
     run(vk);
     run(kv);
     EXPECT_EQ(kv.out.bytes(), vk.out.bytes());
-    Tensor back(DType::kF32, {1, 2, dim, 16});
-    transpose(kv.state, back, 16, dim);
+    Tensor back(DType::kF32, {1, 2, dim, dim_k});
+    transpose(kv.state, back, dim_k, dim);
     EXPECT_EQ(back.bytes(), vk.state.bytes());
   }
 }
 
 TEST_P(KdaPrefillStateTest, SnapshotsAreTheStatesOfShorterCalls) {
-  for (const DType dtype : {DType::kF32, DType::kBf16}) {
-    for (const CommitMode commit : {CommitMode::kDirect, CommitMode::kStaged}) {
-      KdaLayer layer = kSmall;
-      layer.state_dtype = dtype;
-      PrefillCase call(layer, {130, 70, 0}, 7);
-      call.problem.commit = commit;
-      call.with_pool(12, {0, 1, 2}, {0, -1, 2});
-      const Tensor before = call.state;
-      // Sequence 0 at 0, 64, 128 and its end 130; sequence 1, which stores nothing else, at 64; the
-      // empty sequence at 0.
-      call.with_snapshots({0, 1, 0, 0, 0, 2}, {64, 64, 0, 130, 128, 0}, {3, 4, 5, 6, 7, 8});
-      expect_reference(call);
-      PrefillCase whole = call;
-      run(whole);
-      EXPECT_EQ(entry_bytes(whole.state, 5), entry_bytes(before, 0));
-      EXPECT_EQ(entry_bytes(whole.state, 6), entry_bytes(whole.state, 0));
-      EXPECT_EQ(entry_bytes(whole.state, 8), entry_bytes(before, 2));
-      for (const int32_t p : {64, 128}) {
-        PrefillCase part = call;
-        part.snapshot_seq = part.snapshot_pos = part.snapshot_slot = {};
-        part.q_indptr = Tensor::i32({4}, {0, p, p, p});
-        run(part);
-        EXPECT_EQ(entry_bytes(part.state, 0), entry_bytes(whole.state, p == 64 ? 3 : 7));
+  for (const KdaLayer& shape : kLayers) {
+    SCOPED_TRACE(testing::Message() << "K " << shape.head_dim_k);
+    for (const DType dtype : {DType::kF32, DType::kBf16}) {
+      for (const CommitMode commit : {CommitMode::kDirect, CommitMode::kStaged}) {
+        KdaLayer layer = shape;
+        layer.state_dtype = dtype;
+        PrefillCase call(layer, {130, 70, 0}, 7);
+        call.problem.commit = commit;
+        call.with_pool(12, {0, 1, 2}, {0, -1, 2});
+        const Tensor before = call.state;
+        // Sequence 0 at 0, 64, 128 and its end 130; sequence 1, which stores nothing else, at 64;
+        // the empty sequence at 0.
+        call.with_snapshots({0, 1, 0, 0, 0, 2}, {64, 64, 0, 130, 128, 0}, {3, 4, 5, 6, 7, 8});
+        expect_reference(call);
+        PrefillCase whole = call;
+        run(whole);
+        EXPECT_EQ(entry_bytes(whole.state, 5), entry_bytes(before, 0));
+        EXPECT_EQ(entry_bytes(whole.state, 6), entry_bytes(whole.state, 0));
+        EXPECT_EQ(entry_bytes(whole.state, 8), entry_bytes(before, 2));
+        for (const int32_t p : {64, 128}) {
+          PrefillCase part = call;
+          part.snapshot_seq = part.snapshot_pos = part.snapshot_slot = {};
+          part.q_indptr = Tensor::i32({4}, {0, p, p, p});
+          run(part);
+          EXPECT_EQ(entry_bytes(part.state, 0), entry_bytes(whole.state, p == 64 ? 3 : 7));
+        }
       }
     }
   }
 }
 
 TEST_P(KdaPrefillStateTest, IllegalSnapshotsWriteNothing) {
-  PrefillCase call(kSmall, {130, 70}, 8);
-  call.with_pool(6, {0, 1}, {0, 1});
-  const Tensor before = call.state;
-  call.with_snapshots({0, 0, 0, 2, -1, 0, 0, 1}, {63, 65, 131, 0, 0, 64, 64, 128},
-                      {2, 3, 4, 5, 5, -1, 6, 5});
-  run(call);
-  EXPECT_EQ(test::entries_bytes(call.state, 2, 6), test::entries_bytes(before, 2, 6));
-  expect_reference(call);
+  for (const KdaLayer& shape : kLayers) {
+    SCOPED_TRACE(testing::Message() << "K " << shape.head_dim_k);
+    PrefillCase call(shape, {130, 70}, 8);
+    call.with_pool(6, {0, 1}, {0, 1});
+    const Tensor before = call.state;
+    call.with_snapshots({0, 0, 0, 2, -1, 0, 0, 1}, {63, 65, 131, 0, 0, 64, 64, 128},
+                        {2, 3, 4, 5, 5, -1, 6, 5});
+    run(call);
+    EXPECT_EQ(test::entries_bytes(call.state, 2, 6), test::entries_bytes(before, 2, 6));
+    expect_reference(call);
+  }
 }
 
 TEST_P(KdaPrefillStateTest, AFixedChunkAllowsSnapshotsAtItsMultiples) {
-  for (const int32_t chunk : {16, 32, 64}) {
-    PrefillCase call(kSmall, {130}, 9);
-    call.problem.chunk = chunk;
-    call.with_pool(6, {0}, {0}).with_snapshots({0, 0, 0}, {16, 32, 96}, {2, 3, 4});
-    const Tensor before = call.state;
-    expect_reference(call);
-    run(call);
-    EXPECT_EQ(entry_bytes(call.state, 2) != entry_bytes(before, 2), chunk == 16);
-    EXPECT_EQ(entry_bytes(call.state, 3) != entry_bytes(before, 3), chunk <= 32);
-    EXPECT_EQ(entry_bytes(call.state, 4) != entry_bytes(before, 4), chunk <= 32);
+  for (const KdaLayer& shape : kLayers) {
+    SCOPED_TRACE(testing::Message() << "K " << shape.head_dim_k);
+    for (const int32_t chunk : {16, 32, 64}) {
+      PrefillCase call(shape, {130}, 9);
+      call.problem.chunk = chunk;
+      call.with_pool(6, {0}, {0}).with_snapshots({0, 0, 0}, {16, 32, 96}, {2, 3, 4});
+      const Tensor before = call.state;
+      expect_reference(call);
+      run(call);
+      EXPECT_EQ(entry_bytes(call.state, 2) != entry_bytes(before, 2), chunk == 16);
+      EXPECT_EQ(entry_bytes(call.state, 3) != entry_bytes(before, 3), chunk <= 32);
+      EXPECT_EQ(entry_bytes(call.state, 4) != entry_bytes(before, 4), chunk <= 32);
+    }
   }
 }
 
 TEST_P(KdaPrefillStateTest, DenseStatesBeforeEveryChunk) {
-  for (const int64_t chunk : {0, 16}) {
-    for (const StateLayout layout : {StateLayout::kVk, StateLayout::kKv}) {
-      PrefillCase call(kSmall, {130, 0, 64, 5}, 10);
-      call.problem.chunk = chunk;
-      call.problem.state_layout = layout;
-      call.with_states();
-      const Tensor before = call.state;
-      const int64_t entries = chunk == 0 ? 3 + 0 + 1 + 1 : 9 + 0 + 4 + 1;
-      call.chunk_states = test::random_states(kSmall, entries + 2, 11, layout);
-      const Tensor untouched = call.chunk_states;
-      PrefillCase expected = call;
-      expected.run({"ref"});
-      PrefillCase cut = call;
-      run(call);
-      EXPECT_TRUE(test::within(call.chunk_states.view(), expected.chunk_states.view(),
-                               limits().state_fp32));
-      EXPECT_EQ(entry_bytes(call.chunk_states, 0), entry_bytes(before, 0));
-      EXPECT_EQ(entry_bytes(call.chunk_states, entries - 1), entry_bytes(before, 3));
-      EXPECT_EQ(test::entries_bytes(call.chunk_states, entries, entries + 2),
-                test::entries_bytes(untouched, entries, entries + 2));
-      // An array that is too short takes what fits.
-      test::GuardedMemory memory(2 * call.chunk_states.bytes().size() /
-                                 static_cast<size_t>(entries + 2));
-      KdaPrefillTensors tensors = cut.tensors();
-      tensors.chunk_states.shape[0] = 2;
-      tensors.chunk_states.data = memory.data();
-      cut.run(options(), tensors);
-      EXPECT_TRUE(
-          std::equal(call.chunk_states.bytes().begin(),
-                     call.chunk_states.bytes().begin() +
-                         2 * static_cast<int64_t>(call.chunk_states.bytes().size()) / (entries + 2),
-                     static_cast<const uint8_t*>(memory.data())));
+  for (const KdaLayer& shape : kLayers) {
+    SCOPED_TRACE(testing::Message() << "K " << shape.head_dim_k);
+    for (const int64_t chunk : {0, 16}) {
+      for (const StateLayout layout : {StateLayout::kVk, StateLayout::kKv}) {
+        PrefillCase call(shape, {130, 0, 64, 5}, 10);
+        call.problem.chunk = chunk;
+        call.problem.state_layout = layout;
+        call.with_states();
+        const Tensor before = call.state;
+        const int64_t entries = chunk == 0 ? 3 + 0 + 1 + 1 : 9 + 0 + 4 + 1;
+        call.chunk_states = test::random_states(shape, entries + 2, 11, layout);
+        const Tensor untouched = call.chunk_states;
+        PrefillCase expected = call;
+        expected.run({"ref"});
+        PrefillCase cut = call;
+        run(call);
+        EXPECT_TRUE(test::within(call.chunk_states.view(), expected.chunk_states.view(),
+                                 limits().state_fp32));
+        EXPECT_EQ(entry_bytes(call.chunk_states, 0), entry_bytes(before, 0));
+        EXPECT_EQ(entry_bytes(call.chunk_states, entries - 1), entry_bytes(before, 3));
+        EXPECT_EQ(test::entries_bytes(call.chunk_states, entries, entries + 2),
+                  test::entries_bytes(untouched, entries, entries + 2));
+        // An array that is too short takes what fits.
+        test::GuardedMemory memory(2 * call.chunk_states.bytes().size() /
+                                   static_cast<size_t>(entries + 2));
+        KdaPrefillTensors tensors = cut.tensors();
+        tensors.chunk_states.shape[0] = 2;
+        tensors.chunk_states.data = memory.data();
+        cut.run(options(), tensors);
+        EXPECT_TRUE(std::equal(
+            call.chunk_states.bytes().begin(),
+            call.chunk_states.bytes().begin() +
+                2 * static_cast<int64_t>(call.chunk_states.bytes().size()) / (entries + 2),
+            static_cast<const uint8_t*>(memory.data())));
+      }
     }
   }
 }
 
 TEST_P(KdaPrefillStateTest, StagedAndDirectCommitsGiveTheSameBits) {
-  PrefillCase direct(kSmall, {130, 0, 20}, 11);
-  direct.with_pool(9, {0, 1, 2}, {0, 3, -1}).with_snapshots({0, 2}, {64, 20}, {5, 6});
-  PrefillCase staged = direct;
-  staged.problem.commit = CommitMode::kStaged;
-  run(direct);
-  run(staged);
-  EXPECT_EQ(staged.state.bytes(), direct.state.bytes());
-  EXPECT_EQ(staged.out.bytes(), direct.out.bytes());
+  for (const KdaLayer& shape : kLayers) {
+    SCOPED_TRACE(testing::Message() << "K " << shape.head_dim_k);
+    PrefillCase direct(shape, {130, 0, 20}, 11);
+    direct.with_pool(9, {0, 1, 2}, {0, 3, -1}).with_snapshots({0, 2}, {64, 20}, {5, 6});
+    PrefillCase staged = direct;
+    staged.problem.commit = CommitMode::kStaged;
+    run(direct);
+    run(staged);
+    EXPECT_EQ(staged.state.bytes(), direct.state.bytes());
+    EXPECT_EQ(staged.out.bytes(), direct.out.bytes());
+  }
 }
 
 TEST_P(KdaPrefillStateTest, AFailureBeforeTheStagedCommitLeavesThePoolBitIdentical) {
@@ -309,62 +339,70 @@ TEST_P(KdaPrefillStateTest, RowsOfNoSequenceAreNeitherReadNorWritten) {
 }
 
 TEST_P(KdaPrefillStateTest, OffsetsAreCutAndNeverFall) {
-  PrefillCase call(kSmall, {40}, 14);
-  call.q_indptr = Tensor::i32({6}, {-3, 10, 4, 30, -7, INT32_MAX});
-  call.problem.max_sequences = 5;
-  call.with_states();
-  PrefillCase clean = call;
-  clean.q_indptr = Tensor::i32({6}, {0, 10, 10, 30, 30, 40});
-  run(call);
-  run(clean);
-  EXPECT_EQ(call.out.bytes(), clean.out.bytes());
-  EXPECT_EQ(call.state.bytes(), clean.state.bytes());
-  // The same as 64-bit offsets, one beyond 32 bits.
-  PrefillCase wide = clean;
-  wide.state = test::random_states(kSmall, 5, 7);
-  wide.q_indptr =
-      Tensor::from<int64_t>(DType::kI64, {6}, {-3, 10, 4, 30, -7, (int64_t{1} << 40) + 2});
-  run(wide);
-  EXPECT_EQ(wide.out.bytes(), clean.out.bytes());
-  EXPECT_EQ(wide.state.bytes(), clean.state.bytes());
+  for (const KdaLayer& shape : kLayers) {
+    SCOPED_TRACE(testing::Message() << "K " << shape.head_dim_k);
+    PrefillCase call(shape, {40}, 14);
+    call.q_indptr = Tensor::i32({6}, {-3, 10, 4, 30, -7, INT32_MAX});
+    call.problem.max_sequences = 5;
+    call.with_states();
+    PrefillCase clean = call;
+    clean.q_indptr = Tensor::i32({6}, {0, 10, 10, 30, 30, 40});
+    run(call);
+    run(clean);
+    EXPECT_EQ(call.out.bytes(), clean.out.bytes());
+    EXPECT_EQ(call.state.bytes(), clean.state.bytes());
+    // The same as 64-bit offsets, one beyond 32 bits.
+    PrefillCase wide = clean;
+    wide.state = test::random_states(shape, 5, 7);
+    wide.q_indptr =
+        Tensor::from<int64_t>(DType::kI64, {6}, {-3, 10, 4, 30, -7, (int64_t{1} << 40) + 2});
+    run(wide);
+    EXPECT_EQ(wide.out.bytes(), clean.out.bytes());
+    EXPECT_EQ(wide.state.bytes(), clean.state.bytes());
+  }
 }
 
 TEST_P(KdaPrefillStateTest, StridesAreHonouredAndGapsNotRead) {
-  for (const DType type : {DType::kF32, DType::kBf16}) {
-    KdaLayer layer = kda_layer(2, 4, 20, 12);
-    layer.gate.dtype = layer.beta_dtype = type;
-    layer.state_dtype = type;
-    PrefillCase call(layer, {70, 5}, 15);
-    call.with_pool(5, {1, 3}, {1, 4}).with_snapshots({0}, {64}, {0});
-    call.chunk_states = test::random_states(layer, 3, 16);
-    PrefillCase packed = call;
-    run(packed);
-    const test::Spread q(call.inputs.q, 8), k(call.inputs.k, 24), v(call.inputs.v, 3);
-    const test::Spread g(call.inputs.g, 5), beta(call.inputs.beta, 7), bias(call.inputs.dt_bias, 2);
-    const test::Spread state(call.state, 16), chunk_states(call.chunk_states, 4), out(call.out, 9);
-    KdaPrefillTensors tensors = call.tensors();
-    tensors.q = q.view();
-    tensors.k = k.view();
-    tensors.v = v.view();
-    tensors.g = g.view();
-    tensors.beta = beta.view();
-    tensors.dt_bias = bias.view();
-    tensors.state = state.view();
-    tensors.chunk_states = chunk_states.view();
-    tensors.out = out.view();
-    call.run(options(), tensors);
-    const auto expect_equal = [](const test::Spread& spread, const Tensor& expected, int64_t gap) {
-      EXPECT_EQ(test::to_doubles(spread.view()), test::to_doubles(expected.view()));
-      const int64_t entries = spread.view().shape[0];
-      const auto size = static_cast<int64_t>(size_of(spread.view().dtype));
-      for (int64_t i = 0; i < entries; ++i) {
-        const std::vector<uint8_t> bytes = entry_bytes(spread.storage(), i);
-        EXPECT_TRUE(all_bytes({bytes.end() - gap * size, bytes.end()}, 0xFF)) << "gap " << i;
-      }
-    };
-    expect_equal(state, packed.state, 16);
-    expect_equal(chunk_states, packed.chunk_states, 4);
-    expect_equal(out, packed.out, 9);
+  for (const auto& [dim_k, dim_v] : std::vector<std::pair<int64_t, int64_t>>{{20, 12}, {64, 16}}) {
+    for (const DType type : {DType::kF32, DType::kBf16}) {
+      KdaLayer layer = kda_layer(2, 4, dim_k, dim_v);
+      layer.gate.dtype = layer.beta_dtype = type;
+      layer.state_dtype = type;
+      PrefillCase call(layer, {70, 5}, 15);
+      call.with_pool(5, {1, 3}, {1, 4}).with_snapshots({0}, {64}, {0});
+      call.chunk_states = test::random_states(layer, 3, 16);
+      PrefillCase packed = call;
+      run(packed);
+      const test::Spread q(call.inputs.q, 8), k(call.inputs.k, 24), v(call.inputs.v, 3);
+      const test::Spread g(call.inputs.g, 5), beta(call.inputs.beta, 7),
+          bias(call.inputs.dt_bias, 2);
+      const test::Spread state(call.state, 16), chunk_states(call.chunk_states, 4),
+          out(call.out, 9);
+      KdaPrefillTensors tensors = call.tensors();
+      tensors.q = q.view();
+      tensors.k = k.view();
+      tensors.v = v.view();
+      tensors.g = g.view();
+      tensors.beta = beta.view();
+      tensors.dt_bias = bias.view();
+      tensors.state = state.view();
+      tensors.chunk_states = chunk_states.view();
+      tensors.out = out.view();
+      call.run(options(), tensors);
+      const auto expect_equal = [](const test::Spread& spread, const Tensor& expected,
+                                   int64_t gap) {
+        EXPECT_EQ(test::to_doubles(spread.view()), test::to_doubles(expected.view()));
+        const int64_t entries = spread.view().shape[0];
+        const auto size = static_cast<int64_t>(size_of(spread.view().dtype));
+        for (int64_t i = 0; i < entries; ++i) {
+          const std::vector<uint8_t> bytes = entry_bytes(spread.storage(), i);
+          EXPECT_TRUE(all_bytes({bytes.end() - gap * size, bytes.end()}, 0xFF)) << "gap " << i;
+        }
+      };
+      expect_equal(state, packed.state, 16);
+      expect_equal(chunk_states, packed.chunk_states, 4);
+      expect_equal(out, packed.out, 9);
+    }
   }
 }
 
@@ -454,56 +492,59 @@ TEST_P(KdaPrefillStateTest, PoolsBeyond32Bits) {
 }
 
 TEST_P(KdaPrefillStateTest, CheckFindsFaultsBeforeAnythingIsWritten) {
-  struct Damage {
-    KdaFault fault;
-    int32_t entry;
-    std::function<void(PrefillCase&)> apply;
-  };
-  const auto slots = [](Tensor PrefillCase::*list, std::vector<int32_t> values) {
-    return [=](PrefillCase& call) { call.*list = Tensor::i32({3}, values); };
-  };
-  const std::vector<Damage> damages = {
-      {KdaFault::kOffsets, 2,
-       [](PrefillCase& call) {
-         call.q_indptr = Tensor::i32({4}, {0, 130, 129, 150});
-       }},
-      {KdaFault::kOffsets, 3,
-       [](PrefillCase& call) {
-         call.q_indptr = Tensor::i32({4}, {0, 130, 130, 151});
-       }},
-      {KdaFault::kOffsets, 0,
-       [](PrefillCase& call) {
-         call.q_indptr = Tensor::i32({4}, {-1, 130, 130, 150});
-       }},
-      {KdaFault::kInSlot, 1, slots(&PrefillCase::in_slot, {0, 9, 2})},
-      {KdaFault::kOutSlot, 2, slots(&PrefillCase::out_slot, {0, 3, 9})},
-      {KdaFault::kDuplicateOutSlot, 2, slots(&PrefillCase::out_slot, {0, 3, 0})},
-      {KdaFault::kSnapshotSequence, 1, slots(&PrefillCase::snapshot_seq, {0, 3, 2})},
-      {KdaFault::kSnapshotPosition, 0, slots(&PrefillCase::snapshot_pos, {63, 0, 20})},
-      {KdaFault::kSnapshotSlot, 1, slots(&PrefillCase::snapshot_slot, {5, 9, 6})},
-      {KdaFault::kSnapshotSlot, 2, slots(&PrefillCase::snapshot_slot, {5, 7, 3})},
-      {KdaFault::kSnapshotSlot, 1, slots(&PrefillCase::snapshot_slot, {5, 5, 6})},
-  };
-  for (const Damage& damage : damages) {
-    SCOPED_TRACE(testing::Message() << to_string(damage.fault) << " " << damage.entry);
-    PrefillCase call(kSmall, {130, 0, 20}, 20);
-    call.problem.check = true;
-    call.with_pool(9, {0, 1, 2}, {0, 3, -1}).with_snapshots({0, 0, 2}, {64, 0, 20}, {5, 7, 6});
-    call.report = Tensor(DType::kI32, {2});
-    PrefillCase good = call;
-    run(good);
-    EXPECT_EQ(good.report.values<int32_t>(), (std::vector<int32_t>{0, -1}));
-    damage.apply(call);
-    const std::vector<uint8_t> before = call.state.bytes();
-    if (GetParam().kind == DeviceKind::kCpu) {
-      EXPECT_THROW(run(call), Error);
-    } else {
-      run(call);
+  for (const KdaLayer& shape : kLayers) {
+    SCOPED_TRACE(testing::Message() << "K " << shape.head_dim_k);
+    struct Damage {
+      KdaFault fault;
+      int32_t entry;
+      std::function<void(PrefillCase&)> apply;
+    };
+    const auto slots = [](Tensor PrefillCase::*list, std::vector<int32_t> values) {
+      return [=](PrefillCase& call) { call.*list = Tensor::i32({3}, values); };
+    };
+    const std::vector<Damage> damages = {
+        {KdaFault::kOffsets, 2,
+         [](PrefillCase& call) {
+           call.q_indptr = Tensor::i32({4}, {0, 130, 129, 150});
+         }},
+        {KdaFault::kOffsets, 3,
+         [](PrefillCase& call) {
+           call.q_indptr = Tensor::i32({4}, {0, 130, 130, 151});
+         }},
+        {KdaFault::kOffsets, 0,
+         [](PrefillCase& call) {
+           call.q_indptr = Tensor::i32({4}, {-1, 130, 130, 150});
+         }},
+        {KdaFault::kInSlot, 1, slots(&PrefillCase::in_slot, {0, 9, 2})},
+        {KdaFault::kOutSlot, 2, slots(&PrefillCase::out_slot, {0, 3, 9})},
+        {KdaFault::kDuplicateOutSlot, 2, slots(&PrefillCase::out_slot, {0, 3, 0})},
+        {KdaFault::kSnapshotSequence, 1, slots(&PrefillCase::snapshot_seq, {0, 3, 2})},
+        {KdaFault::kSnapshotPosition, 0, slots(&PrefillCase::snapshot_pos, {63, 0, 20})},
+        {KdaFault::kSnapshotSlot, 1, slots(&PrefillCase::snapshot_slot, {5, 9, 6})},
+        {KdaFault::kSnapshotSlot, 2, slots(&PrefillCase::snapshot_slot, {5, 7, 3})},
+        {KdaFault::kSnapshotSlot, 1, slots(&PrefillCase::snapshot_slot, {5, 5, 6})},
+    };
+    for (const Damage& damage : damages) {
+      SCOPED_TRACE(testing::Message() << to_string(damage.fault) << " " << damage.entry);
+      PrefillCase call(shape, {130, 0, 20}, 20);
+      call.problem.check = true;
+      call.with_pool(9, {0, 1, 2}, {0, 3, -1}).with_snapshots({0, 0, 2}, {64, 0, 20}, {5, 7, 6});
+      call.report = Tensor(DType::kI32, {2});
+      PrefillCase good = call;
+      run(good);
+      EXPECT_EQ(good.report.values<int32_t>(), (std::vector<int32_t>{0, -1}));
+      damage.apply(call);
+      const std::vector<uint8_t> before = call.state.bytes();
+      if (GetParam().kind == DeviceKind::kCpu) {
+        EXPECT_THROW(run(call), Error);
+      } else {
+        run(call);
+      }
+      EXPECT_EQ(call.report.values<int32_t>(),
+                (std::vector<int32_t>{static_cast<int32_t>(damage.fault), damage.entry}));
+      EXPECT_EQ(call.state.bytes(), before);
+      EXPECT_TRUE(all_bytes(call.out.bytes(), 0x55));
     }
-    EXPECT_EQ(call.report.values<int32_t>(),
-              (std::vector<int32_t>{static_cast<int32_t>(damage.fault), damage.entry}));
-    EXPECT_EQ(call.state.bytes(), before);
-    EXPECT_TRUE(all_bytes(call.out.bytes(), 0x55));
   }
 }
 
