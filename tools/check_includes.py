@@ -35,7 +35,7 @@ HEADER_ROOM = {
     "kda_commit.h": "kda", "kda_stages.h": "kda", "causal_conv1d.h": "kda",
     "build_page_table.h": "msa", "msa_block_scores.h": "msa", "msa_select_blocks.h": "msa", "msa_score_select.h": "msa",
     "msa_attend.h": "msa",
-    "dsa_backend.h": "serving", "kda_backend.h": "serving",
+    "dsa_backend.h": "serving", "kda_backend.h": "serving", "kda_compat.h": "serving",
     "trace.h": "replay", "replay.h": "replay",
     "fovea.h": "cli",  # the umbrella: for users, never included inside
 }  # fmt: skip

@@ -25,6 +25,7 @@
 #include "fovea/kda.h"
 #include "fovea/kda_backend.h"
 #include "fovea/kda_commit.h"
+#include "fovea/kda_compat.h"
 #include "fovea/kda_decode.h"
 #include "fovea/kda_gate.h"
 #include "fovea/kda_prefill.h"
