@@ -275,7 +275,9 @@ TEST_P(MsaSelectBlocksTest, PropertyListsAreSortedUniqueAndHoldTheForcedBlocks) 
       RC_ASSERT((i < count) == (n >= 0));
       if (i >= count) continue;
       RC_ASSERT(n <= own);
-      RC_ASSERT(i == 0 || n > list[static_cast<size_t>(i - 1)]);
+      // Not one expression in RC_ASSERT, which takes both sides of || always.
+      const bool ascending = i == 0 || n > list[static_cast<size_t>(i - 1)];
+      RC_ASSERT(ascending);
       chosen.insert(n);
     }
     for (int32_t n = 0; n <= own; ++n) {
