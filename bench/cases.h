@@ -5,6 +5,9 @@
 
 #include "bench/case.h"
 #include "fovea/index_logits.h"
+#include "fovea/kda_decode.h"
+#include "fovea/kda_prefill.h"
+#include "fovea/msa_attend.h"
 #include "fovea/sparse_mla.h"
 
 /// The cases of each operator; all_cases() joins them.
@@ -53,5 +56,27 @@ BenchCase index_select_case(const ScoringShape& shape);
 /// What the logits of a row look like.
 enum class Values { kNormal, kEqual, kFewValues, kAscending, kDescending, kCloseTogether };
 BenchCase topk_select_case(int64_t rows, int64_t width, Values values);
+
+/// Packed sequences of these lengths, each from one state of a pool to another; the bounds of the
+/// problem are filled in.
+BenchCase kda_prefill_case(KdaPrefillProblem problem, const std::vector<int64_t>& lengths);
+/// One row each of problem.max_rows states, which are updated in place.
+BenchCase kda_decode_case(const KdaDecodeProblem& problem);
+
+/// How the block lists of consecutive rows relate; every list holds the own block of its row, and
+/// all there are while those are not more than the list holds.
+enum class BlockLists {
+  kRandom,     ///< The others are uniform.
+  kClustered,  ///< 16 consecutive rows share block 0 and 10 of the others; the rest is uniform.
+};
+struct AttendShape {
+  int64_t requests, rows, context;  ///< Rows and tokens of each request, its rows among them.
+  int64_t heads, kv_heads;
+  MsaKvMode mode = MsaKvMode::kBf16;
+  BlockLists lists = BlockLists::kRandom;
+  int64_t regions = 0;  ///< Request r reads the pages of region r mod this; 0: one each.
+};
+/// 16 blocks of 128 tokens, heads of 128 channels.
+BenchCase msa_attend_case(const AttendShape& shape);
 
 }  // namespace fovea::bench

@@ -83,9 +83,10 @@ OwnedTensor repeated(const OwnedTensor& pattern, std::initializer_list<int64_t> 
   return tensor;
 }
 
-std::vector<int64_t> spread_rows(int64_t num_rows) {
+std::vector<int64_t> spread_rows(int64_t num_rows, int64_t count) {
   std::vector<int64_t> rows;
-  for (const int64_t row : {int64_t{0}, num_rows / 3, 2 * num_rows / 3, num_rows - 1}) {
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t row = std::min(i * num_rows / (count - 1), num_rows - 1);
     if (rows.empty() || rows.back() < row) rows.push_back(row);
   }
   return rows;

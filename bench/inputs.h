@@ -107,8 +107,8 @@ OwnedTensor from_i32(const std::vector<int32_t>& values, std::initializer_list<i
 /// a generator.
 OwnedTensor repeated(const OwnedTensor& pattern, std::initializer_list<int64_t> shape);
 
-/// First, last and up to two rows between.
-std::vector<int64_t> spread_rows(int64_t num_rows);
+/// First, last and rows between at equal distances: up to `count` (at least 2) in all.
+std::vector<int64_t> spread_rows(int64_t num_rows, int64_t count = 4);
 
 /// A pseudo-random order of 0..count-1.
 std::vector<int32_t> permutation(Generator* generator, int64_t count);

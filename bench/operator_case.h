@@ -24,7 +24,7 @@ class OperatorCase : public CaseInputs {
   Work work() const final { return work_; }
 
   PreparedRun prepare(const Device& device, const Options& options) final {
-    const std::shared_ptr<Prepared> prepared = make(device, options);
+    const std::shared_ptr<Prepared> prepared = make(problem_, device, options);
     return {prepared->plan.implementation().name,
             [prepared](Stream stream) { prepared->run(prepared->there, stream); },
             [this, prepared] {
@@ -47,6 +47,8 @@ class OperatorCase : public CaseInputs {
   /// Rows that the reference recomputes one by one; empty: everything, in one run. For problems
   /// that would take the reference seconds.
   virtual std::vector<int64_t> sampled_rows() const { return {}; }
+  /// What the reference is planned for: the whole problem, or one that fits every part of row_of().
+  virtual Problem reference_problem() const { return problem_; }
   /// The part of `full` that computes one row alone. Views may refer to members that the next call
   /// changes.
   virtual Tensors row_of(const Tensors& full, int64_t row) {
@@ -72,8 +74,9 @@ class OperatorCase : public CaseInputs {
     }
   };
 
-  std::shared_ptr<Prepared> make(const Device& device, const Options& options) {
-    auto prepared = std::make_shared<Prepared>(Prepared{Plan::plan(problem_, device, options),
+  std::shared_ptr<Prepared> make(const Problem& problem, const Device& device,
+                                 const Options& options) {
+    auto prepared = std::make_shared<Prepared>(Prepared{Plan::plan(problem, device, options),
                                                         make_outputs(),
                                                         DeviceTensors(device),
                                                         {},
@@ -97,7 +100,7 @@ class OperatorCase : public CaseInputs {
   std::string mismatch(const Tensors& actual) {
     const std::vector<int64_t> rows = sampled_rows();
     if (!reference_) {
-      reference_ = make(Device::cpu(1), Options{"ref"});
+      reference_ = make(reference_problem(), Device::cpu(1), Options{"ref"});
       if (rows.empty()) reference_->run(reference_->tensors);
       for (const int64_t row : rows) reference_->run(row_of(reference_->tensors, row));
     }

@@ -21,8 +21,6 @@ constexpr double kFp8Gflops = 1464e3;
 constexpr char kNoV4[] = "row format v4 is not in this build";
 constexpr char kNoR512[] = "row format r512 is not in this build";
 constexpr char kNoD512[] = "rows of 512 channels are not in this build";
-constexpr char kNoKda[] = "KDA has no case here yet";
-constexpr char kNoMsa[] = "MSA has no case here yet";
 
 class Rows {
  public:
@@ -153,39 +151,90 @@ void add_indexer(Rows& rows) {
            index_select_case({IndexLayout::kPaged, 128, 65536}));
 }
 
+// Raw gates, logits of beta and keys to normalise, as the peers take them. FlashKDA knows the gate
+// with a lower bound only.
+KdaLayer kda_layer(int64_t heads, GateKind gate) {
+  KdaLayer layer;
+  layer.num_heads = layer.num_value_heads = heads;
+  layer.gate.kind = gate;
+  layer.beta_kind = BetaKind::kLogit;
+  layer.beta_dtype = DType::kBf16;
+  layer.normalise = true;
+  return layer;
+}
+
 void add_recurrent(Rows& rows) {
-  rows.section("KDA, K = V = 128", kBf16Gflops, kNoKda);
-  rows.add("H64, 1x8192", 1199, 650);
-  rows.add("H64, 8x1024", 810, 520);
-  rows.add("H64, mixed 6", 1024, 600);
-  rows.add("H64, 32x256", 899, 560);
-  rows.add("H96, 1x8192", 1408, 900);
-  rows.add("H96, 8x1024", 1195, 780);
-  rows.add("H32, 1x8192", 986, 450);
-  rows.add("H32, 8x1024", 426, 290);
-  rows.add("H12, 1x8192", 857, 300);
-  rows.add("H12, 8x1024", 218, 160);
-  rows.add("H12, 1x2048", 237, 110);
-  rows.add("H8, 1x8192", 825, 290);
-  rows.add("H8, 8x1024", 191, 140);
-  rows.add("decode fp32 state, H64, batch 1", 9.7, 7.5);
-  rows.add("decode fp32 state, H64, batch 64", 180, 142);
-  rows.add("decode fp32 state, H64, batch 256", 765, 560);
+  rows.section("KDA, K = V = 128", kBf16Gflops);
+  const auto equal = [](size_t count, int64_t length) {
+    return std::vector<int64_t>(count, length);
+  };
+  const std::vector<int64_t> mixed{1300, 547, 2048, 963, 271, 3063};
+  struct Prefill {
+    int64_t heads;
+    const char* name;
+    std::vector<int64_t> lengths;
+    double peer_us, target_us;
+  };
+  for (const Prefill& p :
+       {Prefill{64, "1x8192", equal(1, 8192), 1199, 650},
+        Prefill{64, "8x1024", equal(8, 1024), 810, 520}, Prefill{64, "mixed 6", mixed, 1024, 600},
+        Prefill{64, "32x256", equal(32, 256), 899, 560},
+        Prefill{96, "1x8192", equal(1, 8192), 1408, 900},
+        Prefill{96, "8x1024", equal(8, 1024), 1195, 780},
+        Prefill{32, "1x8192", equal(1, 8192), 986, 450},
+        Prefill{32, "8x1024", equal(8, 1024), 426, 290},
+        Prefill{12, "1x8192", equal(1, 8192), 857, 300},
+        Prefill{12, "8x1024", equal(8, 1024), 218, 160},
+        Prefill{12, "1x2048", equal(1, 2048), 237, 110},
+        Prefill{8, "1x8192", equal(1, 8192), 825, 290},
+        Prefill{8, "8x1024", equal(8, 1024), 191, 140}}) {
+    KdaPrefillProblem problem;
+    problem.layer = kda_layer(p.heads, GateKind::kLowerBound);
+    rows.add(fmt::format("H{}, {}", p.heads, p.name), p.peer_us, p.target_us,
+             kda_prefill_case(problem, p.lengths));
+  }
+  struct Decode {
+    int64_t batch;
+    double peer_us, target_us;
+  };
+  for (const Decode& d : {Decode{1, 9.7, 7.5}, Decode{64, 180, 142}, Decode{256, 765, 560}}) {
+    KdaDecodeProblem problem;
+    problem.layer = kda_layer(64, GateKind::kSoftplus);
+    problem.max_rows = d.batch;
+    rows.add(fmt::format("decode fp32 state, H64, batch {}", d.batch), d.peer_us, d.target_us,
+             kda_decode_case(problem));
+  }
 }
 
 void add_blocks(Rows& rows) {
-  rows.section("MSA, 64 query / 4 KV heads, block 128, top-k 16", kBf16Gflops, kNoMsa);
-  rows.add("prefill 8192 tokens, 8K context, random lists", 3440, 1800);
-  rows.add("prefill 8192 tokens, 64K context, random lists", 4110, 2200);
-  rows.add("prefill 8192 tokens, 16/1 heads, 64K, random lists", 1070, 600);
-  rows.add("prefill 8192 tokens, 8K context, clustered lists", 3410, 1150);
-  rows.add("prefill 8192 tokens, 64K context, clustered lists", 3980, 1350);
-  rows.add("prefill 8192 tokens, 16/1 heads, 64K, clustered lists", 1010, 360);
-  rows.add("decode, batch 1", 15.7, 9);
-  rows.add("decode, batch 16", 41.4, 26);
-  rows.add("decode, batch 64", 98.9, 80);
-  rows.add("decode, batch 128", 206, 152);
-  rows.add("decode, 16/1 heads, batch 64", 41.4, 24);
+  rows.section("MSA, 64 query / 4 KV heads, block 128, top-k 16", kBf16Gflops);
+  const auto prefill = [&](const char* name, int64_t heads, int64_t context, BlockLists lists,
+                           double peer_us, double target_us) {
+    AttendShape shape{1, 8192, context, heads, heads / 16};
+    shape.lists = lists;
+    rows.add(fmt::format("prefill 8192 tokens, {}, {} lists", name,
+                         lists == BlockLists::kRandom ? "random" : "clustered"),
+             peer_us, target_us, msa_attend_case(shape));
+  };
+  prefill("8K context", 64, 8192, BlockLists::kRandom, 3440, 1800);
+  prefill("64K context", 64, 65536, BlockLists::kRandom, 4110, 2200);
+  prefill("16/1 heads, 64K", 16, 65536, BlockLists::kRandom, 1070, 600);
+  prefill("8K context", 64, 8192, BlockLists::kClustered, 3410, 1150);
+  prefill("64K context", 64, 65536, BlockLists::kClustered, 3980, 1350);
+  prefill("16/1 heads, 64K", 16, 65536, BlockLists::kClustered, 1010, 360);
+  // 64 regions of 32K tokens, or one for each request of fewer.
+  const auto decode = [&](const char* name, int64_t heads, int64_t batch, double peer_us,
+                          double target_us) {
+    AttendShape shape{batch, 1, 32768, heads, heads / 16};
+    shape.regions = std::min<int64_t>(batch, 64);
+    rows.add(fmt::format("decode, {}batch {}", name, batch), peer_us, target_us,
+             msa_attend_case(shape));
+  };
+  decode("", 64, 1, 15.7, 9);
+  decode("", 64, 16, 41.4, 26);
+  decode("", 64, 64, 98.9, 80);
+  decode("", 64, 128, 206, 152);
+  decode("16/1 heads, ", 16, 64, 41.4, 24);
 }
 
 void add_metadata(Rows& rows) {

@@ -10,9 +10,11 @@
 #include <vector>
 
 #include "bench/case.h"
+#include "bench/cases.h"
 #include "bench/check.h"
 #include "bench/inputs.h"
 #include "bench/machine.h"
+#include "bench/perf_suite.h"
 #include "bench/report.h"
 #include "bench/runner.h"
 #include "bench/targets.h"
@@ -291,19 +293,69 @@ TEST(BenchCases, NameOperatorsOfThisBuildAndAreUnique) {
   EXPECT_FALSE(names.empty());
 }
 
+// The preferred implementation is right on the inputs of the case, and what was not yet computed is
+// wrong.
+void expect_right(const BenchCase& entry) {
+  SCOPED_TRACE(entry.op + "/" + entry.name);
+  const std::unique_ptr<CaseInputs> inputs = entry.make();
+  const PreparedRun prepared = inputs->prepare(Device::cpu(2), {});
+  EXPECT_NE(prepared.mismatch(), "");
+  prepared.run({});
+  EXPECT_EQ(prepared.mismatch(), "");
+  EXPECT_GT(inputs->work().bytes_read, 0);
+  EXPECT_GT(inputs->work().bytes_written, 0);
+}
+
+TEST(BenchPerfSuite, RowsOfKdaAndMsaHaveCases) {
+  std::set<std::string> names;
+  int with_case = 0;
+  for (const PerfRow& row : perf_rows()) {
+    EXPECT_TRUE(names.insert(row.section + "/" + row.name).second) << row.name;
+    EXPECT_TRUE(row.bench_case.has_value() || !row.missing.empty()) << row.name;
+    if (!row.section.starts_with("KDA") && !row.section.starts_with("MSA")) continue;
+    EXPECT_TRUE(row.bench_case.has_value()) << row.name;
+    ++with_case;
+  }
+  EXPECT_EQ(with_case, 27);
+}
+
+TEST(BenchCases, RequestsMayShareRegionsAndRowsTheirLists) {
+  expect_right(msa_attend_case({3, 1, 4096, 16, 1, MsaKvMode::kBf16, BlockLists::kRandom, 2}));
+  expect_right(msa_attend_case({1, 64, 4096, 16, 1, MsaKvMode::kBf16, BlockLists::kClustered}));
+}
+
+// Blocks that lists have in common are read once.
+TEST(BenchCases, ClusteredListsReadFewerBlocks) {
+  const auto bytes_of = [](BlockLists lists) {
+    const AttendShape shape{1, 16, 65536, 16, 1, MsaKvMode::kBf16, lists};
+    return msa_attend_case(shape).make()->work().bytes_read;
+  };
+  // Of the 16 rows' 16 blocks each: 12 together and 4 each, against the own block and 15 each.
+  EXPECT_LT(bytes_of(BlockLists::kClustered), 0.6 * bytes_of(BlockLists::kRandom));
+}
+
+KdaPrefillProblem kda_problem(int64_t heads) {
+  KdaPrefillProblem problem;
+  problem.layer.num_heads = problem.layer.num_value_heads = heads;
+  problem.layer.gate.kind = GateKind::kLowerBound;
+  problem.layer.beta_kind = BetaKind::kLogit;
+  problem.layer.beta_dtype = DType::kBf16;
+  problem.layer.normalise = true;
+  return problem;
+}
+
+TEST(BenchCases, SequencesMayHaveDifferentLengths) {
+  expect_right(kda_prefill_case(kda_problem(2), {13, 70, 1, 64}));
+}
+
+TEST(FullBenchCases, LargePrefillsAreCheckedByPairsOfSequenceAndHead) {
+  expect_right(kda_prefill_case(kda_problem(64), {300, 548, 271}));
+}
+
 // Every case on its real inputs: the preferred implementation agrees with the reference, the work
 // is counted, and a damaged result is noticed.
 TEST(FullBenchCases, AreRightAndCounted) {
-  for (const BenchCase& entry : all_cases()) {
-    SCOPED_TRACE(entry.op + "/" + entry.name);
-    const std::unique_ptr<CaseInputs> inputs = entry.make();
-    const PreparedRun prepared = inputs->prepare(Device::cpu(2), {});
-    EXPECT_NE(prepared.mismatch(), "");  // nothing has been written yet
-    prepared.run({});
-    EXPECT_EQ(prepared.mismatch(), "");
-    EXPECT_GT(inputs->work().bytes_read, 0);
-    EXPECT_GT(inputs->work().bytes_written, 0);
-  }
+  for (const BenchCase& entry : all_cases()) expect_right(entry);
 }
 
 }  // namespace
