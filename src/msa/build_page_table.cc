@@ -11,6 +11,8 @@ constexpr char kOp[] = "build_page_table";
 
 constexpr internal::Implementation<BuildPageTableProblem, BuildPageTableTensors>
     kImplementations[] = {
+        {"cuda_portable", DeviceKind::kCuda, internal::cuda_available, nullptr, nullptr, nullptr,
+         internal::build_page_table_cuda_portable},
         {"cpu", DeviceKind::kCpu, nullptr, nullptr, internal::build_page_table_cpu_workspace,
          internal::build_page_table_cpu},
         {"ref", DeviceKind::kCpu, nullptr, nullptr, nullptr, internal::build_page_table_ref},

@@ -14,6 +14,10 @@ void build_page_table_cpu(const BuildPageTableProblem& problem, const Device& de
 void build_page_table_ref(const BuildPageTableProblem& problem, const Device& device,
                           const BuildPageTableTensors& tensors, Workspace workspace);
 
+void build_page_table_cuda_portable(const BuildPageTableProblem& problem, const Device& device,
+                                    const BuildPageTableTensors& tensors, Workspace workspace,
+                                    Stream stream);
+
 /// The map and the lengths, as every implementation reads them.
 struct PageTableSource {
   Accessor<const int32_t, 2> req_to_token;

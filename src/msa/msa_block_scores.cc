@@ -11,6 +11,9 @@ constexpr char kOp[] = "msa_block_scores";
 
 constexpr internal::Implementation<MsaBlockScoresProblem, MsaBlockScoresTensors>
     kImplementations[] = {
+        {"cuda_portable", DeviceKind::kCuda, internal::cuda_available,
+         internal::msa_block_scores_cuda_supports, internal::msa_block_scores_cuda_workspace,
+         nullptr, internal::msa_block_scores_cuda_portable},
         {"cpu", DeviceKind::kCpu, nullptr, nullptr, internal::msa_block_scores_cpu_workspace,
          internal::msa_block_scores_cpu},
         {"ref", DeviceKind::kCpu, nullptr, nullptr, internal::msa_block_scores_ref_workspace,

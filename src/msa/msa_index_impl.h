@@ -3,6 +3,7 @@
 #include "fovea/msa_block_scores.h"
 #include "fovea/msa_score_select.h"
 #include "fovea/msa_select_blocks.h"
+#include "src/core/implementation_list.h"
 #include "src/msa/msa_checks.h"
 
 /// The implementations of msa_block_scores, msa_select_blocks and msa_score_select.
@@ -14,6 +15,11 @@ void msa_block_scores_ref(const MsaBlockScoresProblem& problem, const Device& de
 size_t msa_block_scores_cpu_workspace(const MsaBlockScoresProblem& problem, const Device& device);
 void msa_block_scores_cpu(const MsaBlockScoresProblem& problem, const Device& device,
                           const MsaBlockScoresTensors& tensors, Workspace workspace);
+Refusal msa_block_scores_cuda_supports(const MsaBlockScoresProblem& problem);
+size_t msa_block_scores_cuda_workspace(const MsaBlockScoresProblem& problem, const Device& device);
+void msa_block_scores_cuda_portable(const MsaBlockScoresProblem& problem, const Device& device,
+                                    const MsaBlockScoresTensors& tensors, Workspace workspace,
+                                    Stream stream);
 
 size_t msa_select_blocks_ref_workspace(const MsaSelectBlocksProblem& problem, const Device& device);
 void msa_select_blocks_ref(const MsaSelectBlocksProblem& problem, const Device& device,
@@ -21,6 +27,12 @@ void msa_select_blocks_ref(const MsaSelectBlocksProblem& problem, const Device& 
 size_t msa_select_blocks_cpu_workspace(const MsaSelectBlocksProblem& problem, const Device& device);
 void msa_select_blocks_cpu(const MsaSelectBlocksProblem& problem, const Device& device,
                            const MsaSelectBlocksTensors& tensors, Workspace workspace);
+Refusal msa_select_blocks_cuda_supports(const MsaSelectBlocksProblem& problem);
+size_t msa_select_blocks_cuda_workspace(const MsaSelectBlocksProblem& problem,
+                                        const Device& device);
+void msa_select_blocks_cuda_portable(const MsaSelectBlocksProblem& problem, const Device& device,
+                                     const MsaSelectBlocksTensors& tensors, Workspace workspace,
+                                     Stream stream);
 
 size_t msa_score_select_ref_workspace(const MsaScoreSelectProblem& problem, const Device& device);
 void msa_score_select_ref(const MsaScoreSelectProblem& problem, const Device& device,
@@ -28,6 +40,11 @@ void msa_score_select_ref(const MsaScoreSelectProblem& problem, const Device& de
 size_t msa_score_select_cpu_workspace(const MsaScoreSelectProblem& problem, const Device& device);
 void msa_score_select_cpu(const MsaScoreSelectProblem& problem, const Device& device,
                           const MsaScoreSelectTensors& tensors, Workspace workspace);
+Refusal msa_score_select_cuda_supports(const MsaScoreSelectProblem& problem);
+size_t msa_score_select_cuda_workspace(const MsaScoreSelectProblem& problem, const Device& device);
+void msa_score_select_cuda_portable(const MsaScoreSelectProblem& problem, const Device& device,
+                                    const MsaScoreSelectTensors& tensors, Workspace workspace,
+                                    Stream stream);
 
 /// The two halves of a fused problem.
 inline MsaBlockScoresProblem msa_scores_problem(const MsaScoreSelectProblem& problem) {
@@ -70,7 +87,8 @@ struct MsaIndexKeys {
   /// First slot of block n; -1 when its page is outside the cache.
   FOVEA_HOST_DEVICE int64_t first_slot(int64_t request, int64_t n) const {
     const int64_t page = page_table(request, n);
-    return page >= 0 && page < index_k.shape[0] / block_size ? page * block_size : -1;
+    const int64_t slot = page * block_size;  // the slots are whole pages
+    return page >= 0 && slot < index_k.shape[0] ? slot : -1;
   }
 };
 

@@ -51,8 +51,10 @@ struct MsaBatch {
     result.position = position;
     result.request = static_cast<int32_t>(request);
     result.kv_len = static_cast<int32_t>(len);
-    const int64_t own = position / block_size;
-    result.own = static_cast<int32_t>(own < max_pages ? own : max_pages - 1);
+    // In 32 bits, which the capacity fits: a GPU has no 64-bit division.
+    result.own = position < capacity
+                     ? static_cast<int32_t>(position) / static_cast<int32_t>(block_size)
+                     : static_cast<int32_t>(max_pages - 1);
     return result;
   }
 };

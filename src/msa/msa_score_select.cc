@@ -11,6 +11,9 @@ constexpr char kOp[] = "msa_score_select";
 
 constexpr internal::Implementation<MsaScoreSelectProblem, MsaScoreSelectTensors>
     kImplementations[] = {
+        {"cuda_portable", DeviceKind::kCuda, internal::cuda_available,
+         internal::msa_score_select_cuda_supports, internal::msa_score_select_cuda_workspace,
+         nullptr, internal::msa_score_select_cuda_portable},
         {"cpu", DeviceKind::kCpu, nullptr, nullptr, internal::msa_score_select_cpu_workspace,
          internal::msa_score_select_cpu},
         {"ref", DeviceKind::kCpu, nullptr, nullptr, internal::msa_score_select_ref_workspace,

@@ -11,6 +11,9 @@ constexpr char kOp[] = "msa_select_blocks";
 
 constexpr internal::Implementation<MsaSelectBlocksProblem, MsaSelectBlocksTensors>
     kImplementations[] = {
+        {"cuda_portable", DeviceKind::kCuda, internal::cuda_available,
+         internal::msa_select_blocks_cuda_supports, internal::msa_select_blocks_cuda_workspace,
+         nullptr, internal::msa_select_blocks_cuda_portable},
         {"cpu", DeviceKind::kCpu, nullptr, nullptr, internal::msa_select_blocks_cpu_workspace,
          internal::msa_select_blocks_cpu},
         {"ref", DeviceKind::kCpu, nullptr, nullptr, internal::msa_select_blocks_ref_workspace,

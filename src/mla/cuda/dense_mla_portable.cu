@@ -3,10 +3,10 @@
 
 #include "src/core/access.h"
 #include "src/core/cuda/launch.cuh"
+#include "src/core/cuda/request_offsets.cuh"
 #include "src/core/cuda/scan.cuh"
 #include "src/core/workspace.h"
 #include "src/mla/cuda/latent_tiles.cuh"
-#include "src/mla/cuda/request_offsets.cuh"
 #include "src/mla/dense_mla_impl.h"
 
 // Blocks and tiles: latent_tiles.cuh. A block has one row alone, so that no key has to be masked

@@ -8,9 +8,9 @@
 #include "src/core/cuda/fp8.cuh"
 #include "src/core/cuda/launch.cuh"
 #include "src/core/cuda/mma.cuh"
+#include "src/core/cuda/request_offsets.cuh"
 #include "src/core/cuda/scan.cuh"
 #include "src/core/workspace.h"
-#include "src/mla/cuda/request_offsets.cuh"
 #include "src/mla/mha_varlen_impl.h"
 
 // The model's shape, 192 and 128 channels: a block of 4 warps takes 64 rows of one request and

@@ -1,6 +1,6 @@
 #include "src/core/cuda/launch.cuh"
+#include "src/core/cuda/request_offsets.cuh"
 #include "src/core/workspace.h"
-#include "src/mla/cuda/request_offsets.cuh"
 #include "src/mla/swa_indices_impl.h"
 
 // A warp takes a row, its lanes the columns.

@@ -4,7 +4,7 @@
 
 #include "src/core/cuda/scan.cuh"
 
-// Which rows and keys belong to a request, from untrusted offsets.
+/// Which rows and keys belong to a request, from untrusted offsets.
 namespace fovea::internal {
 
 // The offsets of up to two lists of requests.
