@@ -180,8 +180,8 @@ void run_build_swa_indices(OperatorCall& call) {
   problem.max_requests = call.extent("R");
   if (!tensors.row_valid.defined()) {
     // How many rows there are follows from the offsets.
-    const auto* offsets = static_cast<const int32_t*>(tensors.q_indptr.data);
-    call.set_extent("T", std::max(0, offsets[problem.max_requests]), "q_indptr");
+    const int32_t rows = call.values("q_indptr")[problem.max_requests];
+    call.set_extent("T", std::max(0, rows), "q_indptr");
   }
   problem.max_rows = call.extent("T");
   const BuildSwaIndices plan = call.plan<BuildSwaIndices>(problem);

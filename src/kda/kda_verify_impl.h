@@ -39,6 +39,7 @@ struct VerifyScratch {
   float* data = nullptr;
   int64_t request_stride = 0, row_stride = 0, head_stride = 0, v_stride = 0;
 
+  VerifyScratch() = default;
   explicit VerifyScratch(const ConstTensorView& view)
       : data(static_cast<float*>(const_cast<void*>(view.data))),
         request_stride(view.stride[0]),

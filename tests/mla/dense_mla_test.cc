@@ -166,7 +166,8 @@ TEST_P(DenseMlaTest, AgreesWithTheFormula) {
     check({.rows = {1, 2}, .kv_len = {20, 140}, .heads = heads, .seed = 2});
   for (const int64_t heads_kv : {2, 3, 6})
     check({.rows = {4, 1}, .kv_len = {75, 33}, .heads = 6, .heads_kv = heads_kv, .page_size = 16});
-  check({.rows = {2}, .kv_len = {50}, .heads = 300, .heads_kv = 2}, 2);
+  const bool limited = GetParam().implementation == "cuda_portable";  // to 128 heads
+  check({.rows = {2}, .kv_len = {50}, .heads = limited ? 128 : 300, .heads_kv = 2}, 2);
   check({.rows = {3}, .kv_len = {99}, .heads = 4, .head_dim_qk = 512, .causal = false});
   check({.rows = {3}, .kv_len = {99}, .heads = 4, .head_dim_qk = 512, .packed = true});
 }

@@ -34,8 +34,6 @@ struct Params {
   int draft_rows;
   int slices;  // blocks that share the rows of V of one state
   bool keeps_states;
-
-  explicit Params(const KdaVerifyTensors& tensors) : kept(tensors.scratch) {}
 };
 
 // kLaneChannels channels a lane and kRows rows of V a warp. kWhole: every lane has all its channels
@@ -365,7 +363,8 @@ void kda_verify_cuda_portable(const KdaVerifyProblem& problem, const Device& dev
   const cuda::DeviceScope scope(device.ordinal);
   const KdaLayer& layer = problem.layer;
   const int64_t requests = tensors.out.shape[0] / problem.rows_per_request;
-  Params params(tensors);
+  Params params{};
+  params.kept = VerifyScratch(tensors.scratch);
   params.input = KdaInput(layer, split_qkv(layer, tensors));
   params.out = access<bf16_t, 3>(tensors.out);
   params.states = StateAccess(tensors.state, StateLayout::kVk);
