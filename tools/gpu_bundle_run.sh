@@ -28,7 +28,8 @@ out=results
 only=''
 skip=''
 section=''
-filter='*cuda*:*Cuda*'
+default_filter='*cuda*:*Cuda*-*Full*'
+filter=$default_filter
 
 usage() {
   sed -n '2,17s/^# \{0,1\}//p' "$0" >&2
@@ -58,35 +59,82 @@ esac
 # room <test binary>
 room() { basename "$1" | sed 's/^fovea_test_//'; }
 
-# has_cases <test binary>: whether the filter leaves a case that can run on a GPU.
-has_cases() { grep -q '^  ' <<<"$("$1" --gtest_list_tests "--gtest_filter=$filter" 2>/dev/null)"; }
+# What asks for all memory of the device, and what holds it with a kernel that does not end: cases that disturb others.
+memory_cases='*MoreThanIsFree*:*TooManyPages*:*DsaMemory*'
+endless_cases='*NothingWaitsForTheDevice*'
 
-# suites <command...>: every test binary with the filter, under a command (env, a sanitizer); prints totals a room. The
-# deadline is that of the section; a room that it cuts short counts as a failure.
-suites() {
-  local deadline=$1 test log status left passed=0 failed=0 skipped=0 p f s
-  shift
-  for test in bin/fovea_test_*; do
-    has_cases "$test" || continue
-    left=$((deadline - SECONDS))
-    if [ "$left" -le 1 ]; then
-      printf '%-10s not run: the section is out of time\n' "$(room "$test")"
-      failed=$((failed + 1))
-      continue
-    fi
-    log=$(timeout --foreground "$left" "$@" "$test" --gtest_brief=1 "--gtest_filter=$filter" 2>&1)
-    status=$?
-    count() { grep -oE "^\[  $1 *\] [0-9]+ test" <<<"$log" | grep -oE '[0-9]+' | head -n 1; }
-    p=$(count PASSED) f=$(count FAILED) s=$(count SKIPPED)
-    # A crash, a sanitizer's finding and a time limit leave no failed case.
-    if [ "$status" -ne 0 ] && [ "${f:-0}" -eq 0 ]; then f=1; fi
-    printf '%-10s %5d passed %5d failed %5d skipped%s\n' "$(room "$test")" "${p:-0}" "${f:-0}" "${s:-0}" \
+# cases <test binary>: how many the filter leaves.
+cases() { "$1" --gtest_list_tests "--gtest_filter=$filter" 2>/dev/null | grep -c '^  '; }
+
+# job <deadline> <text file> <label> <test binary> <command...>: one test binary under a command (env, a sanitizer), with
+# the shard that the environment names. Appends a line "passed failed skipped", then what to print.
+job() {
+  local deadline=$1 to=$2 label=$3 test=$4 left log status p f s
+  shift 4
+  left=$((deadline - SECONDS))
+  if [ "$left" -le 1 ]; then
+    printf '0 1 0\n%-16s not run: the section is out of time\n' "$label" >"$to"
+    return
+  fi
+  log=$(timeout --foreground "$left" "$@" "$test" --gtest_brief=1 "--gtest_filter=$filter" 2>&1)
+  status=$?
+  count() { grep -oE "^\[  $1 *\] [0-9]+ test" <<<"$log" | grep -oE '[0-9]+' | head -n 1; }
+  p=$(count PASSED) f=$(count FAILED) s=$(count SKIPPED)
+  # A crash, a sanitizer's finding and a time limit leave no failed case.
+  if [ "$status" -ne 0 ] && [ "${f:-0}" -eq 0 ]; then f=1; fi
+  {
+    printf '%d %d %d\n' "${p:-0}" "${f:-0}" "${s:-0}"
+    printf '%-16s %5d passed %5d failed %5d skipped%s\n' "$label" "${p:-0}" "${f:-0}" "${s:-0}" \
       "$([ "$status" -ne 124 ] || printf ', out of time')"
     [ "${f:-0}" -eq 0 ] || tail -n 60 <<<"$log"
-    passed=$((passed + ${p:-0})) failed=$((failed + ${f:-0})) skipped=$((skipped + ${s:-0}))
+  } >"$to"
+}
+
+# suites <deadline> <jobs> <command...>: every test binary with the filter, so many at a time (long ones in parts);
+# prints totals. The deadline is that of the section; what it cuts short counts as a failure.
+suites() {
+  local deadline=$1 jobs=$2 test number=0 shards shard texts passed=0 failed=0 skipped=0 p f s text
+  shift 2
+  texts=$(mktemp -d)
+  for test in bin/fovea_test_*; do
+    number=$(cases "$test")
+    [ "$number" -gt 0 ] || continue
+    shards=1
+    [ "$jobs" -eq 1 ] || shards=$((number / 40 + 1))
+    for ((shard = 0; shard < shards; ++shard)); do
+      while [ "$(jobs -rp | wc -l)" -ge "$jobs" ]; do wait -n; done
+      GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$shard job "$deadline" "$texts/$(room "$test").$shard" \
+        "$(room "$test") $((shard + 1))/$shards" "$test" "$@" &
+    done
   done
+  wait
+  for text in "$texts"/*; do
+    [ -f "$text" ] || continue
+    read -r p f s <"$text"
+    passed=$((passed + p)) failed=$((failed + f)) skipped=$((skipped + s))
+    tail -n +2 "$text"
+  done
+  rm -r "$texts"
   printf '%d passed, %d failed, %d skipped\n' "$passed" "$failed" "$skipped"
   [ "$failed" -eq 0 ] && [ "$passed" -gt 0 ]
+}
+
+# suites_at_once <deadline> <cases left out> <command...>: many at a time, then alone what asks for all memory.
+suites_at_once() {
+  local deadline=$1 without=$2 all=$filter status=0
+  shift 2
+  # Every process pins 4 GiB of the host.
+  local jobs=$(($(awk '/^MemAvailable/ {print $2}' /proc/meminfo) >> 23)) cores
+  cores=$(nproc)
+  [ "$jobs" -le "$cores" ] || jobs=$cores
+  filter=$all:$memory_cases:$without
+  suites "$deadline" "$((jobs > 1 ? jobs : 1))" "$@" || status=1
+  if [ "$all" = "$default_filter" ]; then
+    filter=${memory_cases//:/cuda*:}cuda*
+    suites "$deadline" 1 "$@" || status=1
+  fi
+  filter=$all
+  return $status
 }
 
 sanitizer() {
@@ -95,30 +143,32 @@ sanitizer() {
 }
 
 # under_sanitizer <deadline> <tool>. A tool may hold back what follows a kernel that does not end: the case of such a
-# kernel is left out.
+# kernel is left out. Calls that the runtime refuses are no findings: cases ask for too much memory on purpose.
 under_sanitizer() {
-  local tool filter=$filter
-  case $filter in
-    *-*) filter+=':*NothingWaitsForTheDevice*' ;;
-  esac
+  local tool options=(--tool "$2" --error-exitcode 9 --print-limit 20)
   tool=$(sanitizer) || {
     printf 'not run: there is no compute-sanitizer on this machine\n'
     return 4
   }
-  suites "$1" "$tool" --tool "$2" --error-exitcode 9 --print-limit 20
+  [ "$2" != memcheck ] || options+=(--report-api-errors no)
+  suites_at_once "$1" "$endless_cases" "$tool" "${options[@]}"
 }
 
 # One case of every suite: the first that its list has for a GPU and that is no long run of its own.
 cases_of_suites() {
-  "$1" --gtest_list_tests "--gtest_filter=$filter" |
-    awk '/^[^ ]/ {suite = $1; taken = 0} /^  / && !taken && !/Allocate|NothingWaits|NoRow|AHundred/ {print suite $1; taken = 1}'
+  local test
+  for test in bin/fovea_test_*; do
+    "$test" --gtest_list_tests "--gtest_filter=$filter" |
+      awk '/^[^ ]/ {suite = $1; taken = 0}
+           /^  / && !taken && !/Allocate|NothingWaits|NoRow|AHundred|32Bits/ {print suite $1; taken = 1}'
+  done
 }
 
 section_info() {
   bin/fovea info --devices && bin/fovea info && nvidia-smi 2>/dev/null
   grep -q '^device cuda:0' <<<"$(bin/fovea info --devices)"
 }
-section_tests() { suites "$1" env; }
+section_tests() { suites "$1" 1 env; }
 section_verify() { bin/fovea verify --device cuda:0; }
 section_ptx() {
   local line
@@ -128,23 +178,14 @@ section_ptx() {
     printf 'the kernels do not come from the PTX for 8.0: CUDA_FORCE_PTX_JIT=1 had no effect\n'
     return 1
   }
-  suites "$1" env CUDA_FORCE_PTX_JIT=1
+  suites_at_once "$1" "$endless_cases" env CUDA_FORCE_PTX_JIT=1
 }
 section_memcheck() { under_sanitizer "$1" memcheck; }
 section_initcheck() { under_sanitizer "$1" initcheck; }
 section_synccheck() { under_sanitizer "$1" synccheck; }
 section_racecheck() {
-  local all=$filter test case status=0
-  for test in bin/fovea_test_*; do
-    for case in $(cases_of_suites "$test"); do
-      printf '== %s\n' "$case"
-      filter=$case
-      under_sanitizer "$1" racecheck || status=$?
-      filter=$all
-      [ "$status" -ne 4 ] || return 4
-    done
-  done
-  return "$status"
+  filter=$(cases_of_suites | paste -sd:)-
+  under_sanitizer "$1" racecheck
 }
 section_bench() {
   bin/fovea bench --device cuda:0 --ceilings &&
