@@ -2,6 +2,7 @@
 
 #include "fovea/error.h"
 #include "tests/kda/kda_case.h"
+#include "tests/support/guarded_tensors.h"
 
 namespace fovea {
 namespace {
@@ -276,23 +277,16 @@ TEST_P(KdaDecodeTest, TensorsMayEndAtAnUnreadablePage) {
     DecodeCase plain = call;
     run(plain);
     KdaDecodeTensors tensors = call.tensors();
-    std::vector<std::unique_ptr<test::GuardedMemory>> memory;
-    const auto guard = [&](auto& view) {
-      const size_t bytes = static_cast<size_t>(view.num_elements()) * size_of(view.dtype);
-      memory.push_back(std::make_unique<test::GuardedMemory>(bytes));
-      std::copy_n(static_cast<const uint8_t*>(view.data), bytes,
-                  static_cast<uint8_t*>(memory.back()->data()));
-      view.data = memory.back()->data();
-    };
-    guard(tensors.q);
-    guard(tensors.k);
-    guard(tensors.v);
-    guard(tensors.g);
-    guard(tensors.beta);
-    guard(tensors.a_log);
-    guard(tensors.dt_bias);
-    guard(tensors.state);
-    guard(tensors.out);
+    test::GuardedTensors memory;
+    memory.guard(tensors.q);
+    memory.guard(tensors.k);
+    memory.guard(tensors.v);
+    memory.guard(tensors.g);
+    memory.guard(tensors.beta);
+    memory.guard(tensors.a_log);
+    memory.guard(tensors.dt_bias);
+    memory.guard(tensors.state);
+    memory.guard(tensors.out);
     const KdaDecode plan = KdaDecode::plan(call.problem, GetParam().device(), options());
     test::GuardedMemory scratch((plan.workspace_bytes() + 63) / 64 * 64);
     plan.run(tensors, {scratch.data(), plan.workspace_bytes()});
@@ -309,11 +303,9 @@ TEST_P(KdaDecodeTest, TheLastSlotMayEndAtAnUnreadablePageBesidePadding) {
     call.with_pool(3, {-1, 2, -1});
     DecodeCase plain = call;
     run(plain);
-    test::GuardedMemory memory(call.state.bytes().size());
-    std::copy(call.state.bytes().begin(), call.state.bytes().end(),
-              static_cast<uint8_t*>(memory.data()));
+    test::GuardedTensors memory;
     KdaDecodeTensors tensors = call.tensors();
-    tensors.state.data = memory.data();
+    memory.guard(tensors.state);
     call.run(options(), tensors);
     EXPECT_EQ(test::to_doubles(tensors.state), test::to_doubles(plain.state.view()));
     EXPECT_EQ(call.out.bytes(), plain.out.bytes());

@@ -19,4 +19,11 @@ __device__ inline Quotient divide_small(int64_t x, uint32_t d) {
   return {static_cast<int64_t>(q2) << 32 | static_cast<int64_t>(q1) << 16 | (low / d), low % d};
 }
 
+/// 2^x; results below the normal range are 0.
+__device__ inline float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 }  // namespace fovea::internal::cuda

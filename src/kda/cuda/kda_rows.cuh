@@ -5,18 +5,13 @@
 
 #include "fovea/numeric.h"
 #include "src/core/access.h"
+#include "src/core/cuda/arithmetic.cuh"
 #include "src/kda/kda_math.h"
 #include "src/kda/kda_rows.h"
 
 /// What kernels read of the rows of a KDA layer.
 namespace fovea::internal::cuda {
 
-/// 2^x; results below the normal range are 0.
-__device__ inline float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 __device__ inline float log2_fast(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -4,6 +4,7 @@
 
 #include "fovea/numeric.h"
 #include "src/core/access.h"
+#include "src/core/cuda/arithmetic.cuh"
 #include "src/core/cuda/async_copy.cuh"
 #include "src/core/cuda/fp8.cuh"
 #include "src/core/cuda/launch.cuh"
@@ -24,6 +25,7 @@
 namespace fovea::internal {
 namespace {
 
+using cuda::exp2_fast;
 using cuda::kWarpThreads;
 using cuda::MmaA;
 using cuda::MmaB;
@@ -58,13 +60,6 @@ struct Params {
 __device__ int32_t keys_seen(bool causal, int64_t row, int64_t num_rows, int64_t num_keys) {
   const int64_t seen = causal ? num_keys - num_rows + row + 1 : num_keys;
   return static_cast<int32_t>(seen < 0 ? 0 : seen > num_keys ? num_keys : seen);
-}
-
-// 2^x; results below the normal range are 0.
-__device__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 template <int kWarps>
