@@ -13,6 +13,9 @@ namespace {
 constexpr char kOp[] = "msa_attend";
 
 constexpr internal::Implementation<MsaAttendProblem, MsaAttendTensors> kImplementations[] = {
+    {"cuda_portable", DeviceKind::kCuda, internal::cuda_available,
+     internal::msa_attend_cuda_supports, internal::msa_attend_cuda_workspace, nullptr,
+     internal::msa_attend_cuda_portable},
     {"cpu", DeviceKind::kCpu, nullptr, internal::msa_attend_cpu_supports,
      internal::msa_attend_cpu_workspace, internal::msa_attend_cpu},
     {"ref", DeviceKind::kCpu, nullptr, nullptr, internal::msa_attend_ref_workspace,

@@ -17,6 +17,11 @@ size_t msa_attend_cpu_workspace(const MsaAttendProblem& problem, const Device& d
 void msa_attend_cpu(const MsaAttendProblem& problem, const Device& device,
                     const MsaAttendTensors& tensors, Workspace workspace);
 
+Refusal msa_attend_cuda_supports(const MsaAttendProblem& problem);
+size_t msa_attend_cuda_workspace(const MsaAttendProblem& problem, const Device& device);
+void msa_attend_cuda_portable(const MsaAttendProblem& problem, const Device& device,
+                              const MsaAttendTensors& tensors, Workspace workspace, Stream stream);
+
 /// Channels that share a scale in kQ8Kv4.
 inline constexpr int64_t kMsaKv4Group = 16;
 

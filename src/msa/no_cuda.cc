@@ -1,6 +1,7 @@
 #include "src/core/no_cuda.h"
 
 #include "src/msa/build_page_table_impl.h"
+#include "src/msa/msa_attend_impl.h"
 #include "src/msa/msa_index_impl.h"
 
 // The kernels of the room in a build without CUDA: plan() never chooses them.
@@ -30,6 +31,13 @@ size_t msa_score_select_cuda_workspace(const MsaScoreSelectProblem&, const Devic
 void msa_score_select_cuda_portable(const MsaScoreSelectProblem&, const Device&,
                                     const MsaScoreSelectTensors&, Workspace, Stream) {
   without_cuda("msa_score_select");
+}
+
+Refusal msa_attend_cuda_supports(const MsaAttendProblem&) { return {}; }
+size_t msa_attend_cuda_workspace(const MsaAttendProblem&, const Device&) { return 0; }
+void msa_attend_cuda_portable(const MsaAttendProblem&, const Device&, const MsaAttendTensors&,
+                              Workspace, Stream) {
+  without_cuda("msa_attend");
 }
 
 }  // namespace fovea::internal

@@ -14,6 +14,7 @@ struct AttendCase {
   PagedBatch batch;
   int64_t heads, kv_heads, dim, topk;
   bool causal = true;
+  bool batch_invariant = false;
   float softmax_scale = 0;
   MsaKvMode mode = MsaKvMode::kBf16;
   BlocksLayout layout = BlocksLayout::kHeadMajor;
@@ -93,6 +94,7 @@ struct AttendCase {
     result.causal = causal;
     result.kv_mode = mode;
     result.blocks_layout = layout;
+    result.batch_invariant = batch_invariant;
     return result;
   }
   MsaAttendTensors tensors() {

@@ -205,18 +205,6 @@ __device__ void softmax(const Params& params, const Walk& walk, int32_t first_ke
   }
 }
 
-// A weight's bf16, and the bf16 of what that lacks; two weights.
-struct SplitPair {
-  uint32_t rounded;
-  uint32_t rest;
-
-  __device__ SplitPair(float low, float high) {
-    rounded = cuda::bf16_pair(low, high);
-    rest = cuda::bf16_pair(low - __uint_as_float(rounded << 16),
-                           high - __uint_as_float(rounded & 0xFFFF0000));
-  }
-};
-
 // values[n]: channels 8 n .. 8 n + 7 of the warp's rows.
 template <int kWarps>
 __device__ void add_values(const SharedMemory<kWarps>& shared, const MmaC (&weights)[kKeys / 8],
@@ -227,7 +215,7 @@ __device__ void add_values(const SharedMemory<kWarps>& shared, const MmaC (&weig
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const MmaC& from = weights[key / 8 + i / 2];
-      const SplitPair pair(from.x[i % 2 * 2], from.x[i % 2 * 2 + 1]);
+      const cuda::SplitPair pair(from.x[i % 2 * 2], from.x[i % 2 * 2 + 1]);
       rounded.x[i] = pair.rounded;
       rest.x[i] = pair.rest;
     }
