@@ -150,8 +150,13 @@ class FOVEA_API KdaStepPlan {
 /// Buffers are allocated by the constructor and by make_step_plan; begin_step, forward and commit
 /// allocate nothing, except that the first forward with a new softmax_scale makes its plan and a
 /// fallback may need a larger workspace. Device contents are never trusted. Results depend on no
-/// thread count. One backend serves one stream of steps; it is not thread-safe. On the CPU only:
-/// the constructor refuses other devices with Error(kUnsupported).
+/// thread count. One backend serves one stream of steps; it is not thread-safe.
+///
+/// On a GPU begin_step, forward and commit submit work to `stream` and wait for nothing; tensors
+/// and slots are memory of the device and are never read by the host. A whole step, begin_step and
+/// commit included, may be captured in a Graph at its first call, with a step plan, and replayed
+/// with new contents of the same arrays; routes() then counts what was captured. A fallback that
+/// needs a larger workspace waits.
 class FOVEA_API KdaBackend {
  public:
   /// Throws Error(kInvalidArgument / kUnsupported), naming the field; Error(kOutOfMemory).
@@ -185,7 +190,9 @@ class FOVEA_API KdaBackend {
   const KdaRoutes& routes() const noexcept;
   const MetadataFields& metadata() const noexcept;  ///< of the current step
 
-  /// Receives every operator call from now on; null stops it. The calls are appended.
+  /// Receives every operator call from now on; null stops it. The calls are appended: at once on
+  /// the CPU; on a GPU once their work is done, at a later begin_step, forward or commit, and all
+  /// of them at the next set_profile, which waits. Nothing that is captured is timed.
   void set_profile(std::vector<OperatorCall>* calls);
 
  private:

@@ -9,10 +9,6 @@
 namespace fovea::internal {
 namespace {
 
-// Operators on a GPU cut rows into parts by this bound, to have enough blocks. From here on none is
-// cut, and a row has the same bits whatever the schedule of the run needs.
-constexpr int64_t kUncutRows = 512;
-
 DsaConfig backend_config(const RunSetup& setup, const EngineConfig& bounds, int64_t max_rows) {
   const DsaShape& shape = dsa_shape(setup.model);
   DsaConfig result;
@@ -28,8 +24,7 @@ DsaConfig backend_config(const RunSetup& setup, const EngineConfig& bounds, int6
   result.index_rope_style = shape.index_rope_style;
   result.hadamard = shape.hadamard;
   result.max_requests = bounds.max_requests;
-  const bool may_cut = setup.device.kind == DeviceKind::kCpu || !setup.deterministic;
-  result.max_rows = may_cut ? max_rows : std::max(max_rows, kUncutRows);
+  result.max_rows = max_rows;
   result.rows_per_request = setup.draft_tokens + 1;
   result.table_width = bounds.table_width;
   result.deterministic = setup.deterministic;
@@ -48,7 +43,7 @@ KvPoolConfig pool_config(const RunSetup& setup, const EngineConfig& bounds, RowF
 DsaEngine::DsaEngine(const RunSetup& setup, const RunPlan& plan, EngineConfig config)
     : StepEngine(setup, plan, std::move(config)),
       inputs_(setup.model, setup.workload, setup.num_heads(), setup.seed),
-      backend_(backend_config(setup, this->config(), max_rows()), setup.device),
+      backend_(backend_config(setup, this->config(), backend_rows()), setup.device),
       kv_pool_(pool_config(setup, this->config(), inputs_.shape().row_format, kDsaRowWidth),
                setup.device),
       index_pool_(pool_config(setup, this->config(), RowFormat::kI132, inputs_.shape().index_dim),

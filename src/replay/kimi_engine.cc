@@ -63,7 +63,7 @@ KimiEngine::KimiEngine(const RunSetup& setup, const RunPlan& plan, EngineConfig 
     : StepEngine(setup, plan, std::move(config)),
       inputs_(setup.model, setup.workload, setup.num_heads(), setup.seed),
       kda_layers_(num_kda_layers(setup)),
-      backend_(backend_config(setup, this->config(), max_rows()), setup.device),
+      backend_(backend_config(setup, this->config(), backend_rows()), setup.device),
       states_(kimi_state_pool(setup, num_slots(setup, this->config())), setup.device),
       parity_(static_cast<size_t>(setup.max_batch + 1), 0) {
   const Device& device = setup.device;
@@ -109,7 +109,16 @@ KimiEngine::KimiEngine(const RunSetup& setup, const RunPlan& plan, EngineConfig 
   for (StagedTensor* tensor : {&snapshot_seq_, &snapshot_pos_, &snapshot_slot_}) {
     *tensor = {device, DType::kI32, {max_snapshots(this->config(), setup.page_size)}};
   }
+  for (StagedTensor* tensor : {&conv_weight_, &conv_bias_, &a_log_, &dt_bias_}) {
+    tensor->upload(0, layers, {});
+  }
   backend_.set_profile(profile());
+  // The stream of the steps is not ordered behind the default one.
+  synchronize(device);
+}
+
+void KimiEngine::collect_profile() {
+  if (setup().device.kind == DeviceKind::kCuda) backend_.set_profile(profile());
 }
 
 int64_t KimiEngine::sample_bytes() const {
@@ -147,9 +156,9 @@ void KimiEngine::file_wrong_snapshot(const StepGroup& group) {
   const std::vector<int32_t>& pages = group.scheduler->state(fault().request).pages;
   const auto page = static_cast<size_t>(fault().page);
   if (page == 0) {
-    states_.clear(snapshot_slot(pages[page]));
+    states_.clear(snapshot_slot(pages[page]), stream());
   } else {
-    states_.copy(snapshot_slot(pages[page - 1]), snapshot_slot(pages[page]));
+    states_.copy(snapshot_slot(pages[page - 1]), snapshot_slot(pages[page]), stream());
   }
 }
 
@@ -187,6 +196,9 @@ void KimiEngine::fill_slots(const StepGroup& group) {
     accepted[r] = static_cast<int32_t>(entry.kept_rows());
     ++r;
   }
+  for (StagedTensor* tensor : {&in_slot_, &out_slot_, &has_state_, &accepted_}) {
+    tensor->upload(0, requests, stream());
+  }
 }
 
 // One per page that is complete after the step.
@@ -205,6 +217,9 @@ void KimiEngine::add_snapshots(const StepGroup& group) {
       ++num_snapshots_;
     }
     ++r;
+  }
+  for (StagedTensor* tensor : {&snapshot_seq_, &snapshot_pos_, &snapshot_slot_}) {
+    tensor->upload(0, num_snapshots_, stream());
   }
 }
 
@@ -225,13 +240,19 @@ KdaBatch KimiEngine::batch_of(const StepGroup& group, size_t index) const {
   return batch;
 }
 
-void KimiEngine::begin(const StepGroup& group) {
+// What changes from step to step lies in these arrays, so that a captured step can be replayed.
+void KimiEngine::prepare(const StepGroup& group) {
   num_snapshots_ = 0;
+  // The draft model has no state.
+  if (group.kind == GroupKind::kChain || group.kind == GroupKind::kDraftExtend) return;
   if (group.kind == GroupKind::kBatch) {
     file_wrong_snapshot(group);
     add_snapshots(group);
   }
   fill_slots(group);
+}
+
+void KimiEngine::begin(const StepGroup& group) {
   if (group.kind == GroupKind::kBatch) {
     backend_.begin_step(batch_of(group, 0), stream());
     return;
@@ -256,6 +277,12 @@ void KimiEngine::stage(const LayerCall& call) {
       inputs_.latent_key(call.layer, row.token_id, in.k.row<bf16_t>(t));
     }
   });
+  const auto rows = static_cast<int64_t>(call.rows().rows().size());
+  if (kda) {
+    for (StagedTensor* tensor : {&in.qkv, &in.gate, &in.beta}) tensor->upload(0, rows, stream());
+  } else {
+    for (StagedTensor* tensor : {&in.q, &in.k}) tensor->upload(0, rows, stream());
+  }
 }
 
 void KimiEngine::forward(const LayerCall& call) {
@@ -319,6 +346,10 @@ Digest KimiEngine::read(const LayerCall& call) {
   const bool kda = is_kda(call);
   const std::vector<StepRow>& rows = call.rows().rows();
   StagedTensor& out = kda ? slot.out : slot.mla_out;
+  const RowRange range = rows_to_read(call), sampled = sampled_rows(call);
+  out.download(range.begin, range.end, stream());
+  if (!kda) slot.lse.download(sampled.begin, sampled.end, stream());
+  synchronize(setup().device, stream());
   for (size_t t = 0; t < rows.size(); ++t) {
     const CheckRow* const wanted =
         filter().sampled(call.entry(rows[t]), rows[t].position, call.layer_index);

@@ -41,10 +41,12 @@ class KimiEngine final : public StepEngine {
  private:
   void start_step() override;
   void make_plans(GroupKind kind, int64_t bucket) override;
+  void prepare(const StepGroup& group) override;
   void begin(const StepGroup& group) override;
   void stage(const LayerCall& call) override;
   void forward(const LayerCall& call) override;
   Digest read(const LayerCall& call) override;
+  void collect_profile() override;
   void commit_step(const StepBatch& batch) override;
 
   bool is_kda(const LayerCall& call) const { return is_kda_layer(setup().model, call.layer); }

@@ -5,7 +5,6 @@
 #include "fovea/error.h"
 #include "fovea/row_codec.h"
 #include "fovea/state_pool.h"
-#include "src/core/check.h"
 #include "src/replay/kimi_engine.h"
 #include "src/replay/row_targets.h"
 
@@ -17,13 +16,6 @@ class KimiFamily final : public ModelFamily {
   explicit KimiFamily(const KimiShape& shape) : shape_(shape) {}
 
   const KimiShape& shape() const { return shape_; }
-
-  void check_options(const ReplayOptions& options) const override {
-    if (options.device.kind != DeviceKind::kCpu) {
-      unsupported("replay", "device = " + to_string(options.device) +
-                                ": models with KDA layers are replayed on the CPU");
-    }
-  }
 
   // A page of tokens comes with the snapshot of the state behind it.
   CacheCost cache_cost(const RunSetup& setup) const override {

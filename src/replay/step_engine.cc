@@ -64,6 +64,13 @@ int64_t StepEngine::max_rows() const {
   return std::max(config_.max_rows, setup_.draft_tokens > 0 ? round_rows : int64_t{1});
 }
 
+int64_t StepEngine::backend_rows() const {
+  // From here on no operator cuts.
+  constexpr int64_t kUncutRows = 512;
+  const bool may_cut = setup_.device.kind == DeviceKind::kCpu || !setup_.deterministic;
+  return may_cut ? max_rows() : std::max(max_rows(), kUncutRows);
+}
+
 std::vector<int64_t> StepEngine::slot_rows() const {
   // On a GPU the inputs of a layer are made while the layer before it runs.
   const bool overlaps = setup_.device.kind == DeviceKind::kCuda && num_layers() > 1;
@@ -284,6 +291,7 @@ void StepEngine::run_group(PlannedGroup* planned, const Scheduler& scheduler,
                                                      : rows.device_batch(table_.view()),
                                                  stream());
   }
+  prepare(group);
   if (setup_.graph && group.kind != GroupKind::kBatch) {
     run_graph(planned, result);
   } else {

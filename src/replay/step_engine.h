@@ -75,9 +75,9 @@ struct RowRange {
 /// refresh and all its layers.
 ///
 /// A family derives its engine and fills in what a layer does. The order of the calls for a group:
-/// make_plans (first time only); then begin and, per batch and layer, stage, forward, read; with
-/// graphs stage for all of them, begin and forward for all of them (captured or replayed), read for
-/// all of them.
+/// make_plans (first time only); prepare; then begin and, per batch and layer, stage, forward,
+/// read; with graphs prepare, stage for all of them, begin and forward for all of them (captured or
+/// replayed), read for all of them.
 class StepEngine : public ModelEngine {
  public:
   void run_step(int64_t step, Scheduler* scheduler, StepBatch* batch) final;
@@ -90,6 +90,9 @@ class StepEngine : public ModelEngine {
   virtual void start_step() = 0;
   /// Buffers and step plans of a bucket, which live on. Not kBatch.
   virtual void make_plans(GroupKind kind, int64_t bucket) = 0;
+  /// Uploads what the group's begin and forwards read beside its batches. Not timed, never
+  /// captured: runs before every begin, and before every replay.
+  virtual void prepare(const StepGroup& /*group*/) {}
   /// Makes the group current: refreshes metadata. Timed. Submits to stream(), waits for nothing and
   /// may be captured, as may forward.
   virtual void begin(const StepGroup& group) = 0;
@@ -116,6 +119,10 @@ class StepEngine : public ModelEngine {
   int64_t num_draft_steps() const { return std::max<int64_t>(setup_.draft_tokens - 1, 0); }
   /// Most rows of one batch, padding included.
   int64_t max_rows() const;
+  /// Bound of rows of a backend. Operators on a GPU cut rows into parts by it, to have enough
+  /// blocks; with `deterministic` it is so large that none is cut, and a row has the same bits
+  /// whatever the schedule of the run needs.
+  int64_t backend_rows() const;
   /// Most rows of a call, per slot: an engine has one set of tensors for each.
   std::vector<int64_t> slot_rows() const;
   /// Rows of a request in a bucket of this kind.

@@ -306,11 +306,11 @@ void DsaBackend::State::begin_padding(DsaStepPlan::State* plan) {
   const auto bytes_of = [](int64_t entries) { return static_cast<size_t>(entries) * 4; };
   // Positions 0, then slots -1. What only this begin reads: lengths and pool rows, a table of slots
   // of the dummy page.
-  internal::reserve_memory("the padding of a step plan", device, bytes_of(2 * rows + 1), birth,
+  internal::reserve_memory("the padding of a step plan", home(), bytes_of(2 * rows + 1),
                            &plan->padding);
   DeviceBuffer inputs;
-  internal::reserve_memory("the padding of a step plan", device,
-                           bytes_of(2 * requests + config.table_width), birth, &inputs);
+  internal::reserve_memory("the padding of a step plan", home(),
+                           bytes_of(2 * requests + config.table_width), &inputs);
   const auto view = [](DeviceBuffer& buffer, int64_t first, int64_t count) {
     return make_tensor(static_cast<void*>(static_cast<int32_t*>(buffer.data()) + first),
                        DType::kI32, {count});

@@ -15,7 +15,7 @@ namespace fovea::internal {
 ForwardScratch::ForwardScratch(const DsaConfig& config, const StepHome& home) {
   size_t bytes = 0;
   cut(config, {}, &bytes);
-  reserve_memory("the scratch arrays of a forward", home.device, bytes, home.stream, &memory_);
+  reserve_memory("the scratch arrays of a forward", home, bytes, &memory_);
   cut(config, memory_.workspace(), &bytes);
 }
 

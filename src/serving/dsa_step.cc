@@ -5,7 +5,6 @@
 #include "src/core/check.h"
 #include "src/core/workspace.h"
 #include "src/serving/dsa_checks.h"
-#include "src/serving/step_memory.h"
 
 namespace fovea::internal {
 namespace {
@@ -18,7 +17,7 @@ StepArrays::StepArrays(const DsaConfig& config, int64_t max_requests, int64_t ma
                        const StepHome& home) {
   size_t bytes = 0;
   cut(config, max_requests, max_rows, {}, &bytes);
-  reserve_memory("the arrays of a step", home.device, bytes, home.stream, &memory_);
+  reserve_memory("the arrays of a step", home, bytes, &memory_);
   cut(config, max_requests, max_rows, memory_.workspace(), &bytes);
   fill_bytes(memory_.data(), home.device, 0, memory_.bytes(), home.stream);
 }

@@ -6,15 +6,10 @@
 #include "fovea/device_memory.h"
 #include "fovea/dsa_backend.h"
 #include "src/serving/step_lengths.h"
+#include "src/serving/step_memory.h"
 
 /// What a step of a backend is made of.
 namespace fovea::internal {
-
-/// Where the buffers of a step are, and the stream in whose order they are allocated and cleared.
-struct StepHome {
-  Device device;
-  Stream stream;
-};
 
 /// The arrays that begin_step writes, at the bounds of one bucket, at fixed addresses.
 class StepArrays {

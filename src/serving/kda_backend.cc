@@ -1,13 +1,14 @@
 #include "fovea/kda_backend.h"
 
 #include <algorithm>
-#include <functional>
 #include <string>
 #include <utility>
 
+#include "fovea/stream.h"
 #include "src/batch/forward_modes.h"
 #include "src/core/check.h"
 #include "src/core/log.h"
+#include "src/core/parallel.h"
 #include "src/serving/dsa_checks.h"
 #include "src/serving/dsa_shapes.h"
 #include "src/serving/kda_plans.h"
@@ -28,11 +29,6 @@ using internal::kKdaOp;
 
 bool follows_failures(const KdaBackendConfig& config) {
   return !config.strict && !config.deterministic && config.implementation.empty();
-}
-
-const KdaBackendConfig& checked(const KdaBackendConfig& config, const Device& device) {
-  internal::check_kda_config(config, device);
-  return config;
 }
 
 // The checks of lengths and rows are those of every backend; the message names this one.
@@ -98,14 +94,12 @@ Parts parts_of(const KdaLayer& layer, const ConstTensorView& qkv) {
           part(2 * width, layer.num_value_heads, layer.head_dim_v)};
 }
 
-void clear_rows(const TensorView& out, int64_t begin, int64_t end) {
-  const int64_t heads = out.shape[1], dim = out.shape[2];
-  for (int64_t t = begin; t < end; ++t) {
-    for (int64_t h = 0; h < heads; ++h) {
-      std::fill_n(static_cast<bf16_t*>(out.data) + t * out.stride[0] + h * out.stride[1], dim,
-                  bf16_t{});
-    }
-  }
+internal::StepShape shape_of(const ForwardBatch& batch) {
+  internal::StepShape shape;
+  shape.num_requests = batch.seq_len.shape[0];
+  shape.num_rows = shape.num_tokens = batch.num_rows;
+  shape.padded_rows = shape.padded_tokens = std::max(batch.num_rows, batch.padded_rows);
+  return shape;
 }
 
 }  // namespace
@@ -122,6 +116,9 @@ struct KdaStepPlan::State {
 struct KdaBackend::State {
   KdaBackendConfig config;
   Device device;
+  // What fills new buffers does not queue behind the caller's work, and is done when the
+  // constructor and make_step_plan return: then any stream may use them, also to capture.
+  OwnedStream birth;
   internal::OperatorOptions options;
   internal::OperatorCaller caller;
   internal::KdaPlans plans;
@@ -130,14 +127,16 @@ struct KdaBackend::State {
   internal::VerifyScratch one;                    // of decodes that run as a verify
   internal::WindowBackup backup;
   DeviceBuffer convolved;  // bf16 [max rows, D]
-  std::vector<int32_t> ones;
+  DeviceBuffer ones;       // i32 [max_requests], of decodes that run as a verify
   KdaRoutes routes;
 
   State(const KdaBackendConfig& config_in, const Device& device_in);
-  internal::StepHome home() const { return {device, {}}; }
+  internal::StepHome home() const { return {device, birth, kKdaOp}; }
 
   KdaStep* step_of(const std::unique_ptr<KdaStepPlan::State>& plan) const;
   void begin(const KdaBatch& batch, KdaStep* step, Stream stream);
+  void fill_ones();
+  void clear_rows(const TensorView& out, int64_t begin);
   void check_kda(const KdaStep& step, int64_t layer, const KdaForwardTensors& tensors) const;
   void forward_kda(KdaStep* step, int64_t layer, const KdaForwardTensors& tensors);
   void extend(const KdaStep& step, const KdaForwardTensors& tensors);
@@ -160,32 +159,42 @@ struct KdaBackend::State {
   CausalConv1dTensors convolution(const KdaForwardTensors& tensors, int64_t rows);
   // Runs `work`, which starts with the convolution; when it fails the windows are as before.
   void with_windows(const KdaStep& step, const KdaForwardTensors& tensors,
-                    const std::function<void()>& work);
+                    internal::FunctionRef<void()> work);
 };
 
 KdaBackend::State::State(const KdaBackendConfig& config_in, const Device& device_in)
-    : config(checked(config_in, device_in)),
+    : config((internal::check_kda_config(config_in), config_in)),
       device(device_in),
+      birth(device_in),
       options(kKdaOp, config.implementation),
       caller(device, options, follows_failures(config)),
       plans(config, device, options),
       own(config, home()),
       one(config, config.deterministic ? config.max_requests : 0, 1, 1, home()),
-      backup(config, home()),
-      ones(static_cast<size_t>(config.max_requests), 1) {
+      backup(config, home()) {
   size_t bytes = plans.workspace_bytes();
   if (config.num_mla_heads > 0) {
     // Refuses now what the first forward would refuse; scales do not change the size.
     const DenseMla any = internal::dense_plan(config, 1.0f, device, options);
     bytes = std::max(bytes, any.workspace_bytes());
   }
-  caller.reserve(bytes, {});
+  caller.reserve(bytes, birth);
+  dense.reserve(8);  // layers usually share one scale
+  if (config.deterministic) fill_ones();
   const int64_t rows = internal::metadata_config(config).max_rows;
   if (config.convolution) {
     const auto elements = static_cast<size_t>(rows * internal::kda_channels(config.layer));
-    internal::reserve_memory("the convolved rows", device, elements * sizeof(bf16_t), {},
-                             &convolved);
+    internal::reserve_memory("the convolved rows", home(), elements * sizeof(bf16_t), &convolved);
   }
+  birth.synchronize();
+}
+
+void KdaBackend::State::fill_ones() {
+  const std::vector<int32_t> values(static_cast<size_t>(config.max_requests), 1);
+  const size_t bytes = values.size() * sizeof(int32_t);
+  internal::reserve_memory("the counts of a decode", home(), bytes, &ones);
+  copy_bytes(ones.data(), device, values.data(), Device::cpu(1), bytes, birth);
+  birth.synchronize();  // `values` ends here
 }
 
 KdaStep* KdaBackend::State::step_of(const std::unique_ptr<KdaStepPlan::State>& plan) const {
@@ -210,17 +219,27 @@ void KdaBackend::State::begin(const KdaBatch& batch, KdaStep* step, Stream strea
   tensors.kv_len_delta[0] = batch.kv_len_delta;
   tensors.steps[0] = step->arrays.views(forward.mode, requests, rows, padded);
   const DsaConfig metadata = internal::metadata_config(config);
+  step->begun = false;
+  step->fields = tensors.steps[0];
+  if (device.kind != DeviceKind::kCpu) {
+    step->lengths.fill(metadata, forward, shape_of(forward), batch.kv_len_delta);
+  }
   caller.call("metadata_refresh", plans.refresh[static_cast<size_t>(forward.mode)], tensors,
-              [&] { return internal::metadata_work(metadata, tensors.steps[0]); });
+              [&] { return internal::metadata_work(metadata, step->host_fields()); });
   step->batch = batch;
   step->num_requests = requests;
   step->num_rows = rows;
   step->padded_rows = padded;
-  step->fields = tensors.steps[0];
   step->store_slots = first_rows(forward.out_cache_loc, rows);
   if (forward.mode == ForwardMode::kDraftExtend) {
     const TensorView slots = slice_rows(step->arrays.store_slots(), 0, rows);
-    internal::mask_slots(step->fields.row_to_request, forward.out_cache_loc, slots, device, stream);
+    caller.call_own(
+        "mask_slots",
+        [&] {
+          internal::mask_slots(step->fields.row_to_request, forward.out_cache_loc, slots, device,
+                               stream);
+        },
+        [&] { return internal::mask_slots_work(rows); });
     step->store_slots = slots;
   }
   step->verified.assign(step->verified.size(), false);
@@ -274,13 +293,14 @@ CausalConv1dTensors KdaBackend::State::convolution(const KdaForwardTensors& tens
 }
 
 void KdaBackend::State::with_windows(const KdaStep& step, const KdaForwardTensors& tensors,
-                                     const std::function<void()>& work) {
-  if (!config.convolution) return work();
-  backup.save(tensors.window, out_slot(step), step.batch.snapshot_slot);
+                                     internal::FunctionRef<void()> work) {
+  // What is captured has changed nothing when its capture fails.
+  if (!config.convolution || caller.is_capturing()) return work();
+  backup.save(tensors.window, out_slot(step), step.batch.snapshot_slot, caller.stream());
   try {
     work();
   } catch (...) {
-    backup.restore();
+    backup.restore(caller.stream());
     ++routes.restored;
     throw;
   }
@@ -392,13 +412,23 @@ void KdaBackend::State::verify(const KdaStep& step, const internal::KdaVerifyPla
               [&] { return internal::kda_work(config, rows, requests + rows); });
 }
 
+// Rows of padding, before anything else: what follows leaves them alone, and ends with the pools.
+void KdaBackend::State::clear_rows(const TensorView& out, int64_t begin) {
+  const int64_t end = out.shape[0];
+  if (begin >= end) return;
+  const internal::PaddingRows rows{{}, slice_rows(out, begin, end)};
+  caller.call_own(
+      "clear_padding", [&] { internal::clear_padding(rows, device, caller.stream()); },
+      [&] { return internal::padding_work(end - begin, 2 * out.shape[1] * out.shape[2]); });
+}
+
 // The pools are only read until the commit, which is one launch.
 void KdaBackend::State::decode_verified(const KdaStep& step, const KdaForwardTensors& tensors) {
   verify(step, plans.verify_one, one, 0, tensors);
   KdaCommitTensors commit;
   commit.scratch = one.first_requests(step.num_requests);
   commit.accepted =
-      make_tensor(static_cast<const void*>(ones.data()), DType::kI32, {step.num_requests});
+      make_tensor(const_cast<const void*>(ones.data()), DType::kI32, {step.num_requests});
   commit.slot = out_slot(step);
   commit.in_slot = step.batch.in_slot;
   commit.has_initial_state = step.batch.has_initial_state;
@@ -418,6 +448,7 @@ void KdaBackend::State::forward_kda(KdaStep* step, int64_t layer,
   const ForwardMode mode = step->batch.forward.mode;
   internal::log_once(LogLevel::kDispatch,
                      std::string(kKdaOp) + ": KDA layers in mode " + std::string(to_string(mode)));
+  clear_rows(tensors.out, mode == ForwardMode::kIdle ? 0 : step->num_rows);
   if (mode == ForwardMode::kIdle || step->num_requests == 0) {
     ++routes.idle;
   } else if (internal::is_extend(mode)) {
@@ -431,7 +462,6 @@ void KdaBackend::State::forward_kda(KdaStep* step, int64_t layer,
   } else {
     decode(*step, tensors);
   }
-  clear_rows(tensors.out, mode == ForwardMode::kIdle ? 0 : step->num_rows, step->padded_rows);
 }
 
 const DenseMla& KdaBackend::State::dense_of(float softmax_scale) {
@@ -473,9 +503,15 @@ void KdaBackend::State::forward_mla(const KdaStep& step, const KdaMlaTensors& te
   mla.q_indptr = step.fields.q_indptr;
   mla.out = tensors.out;
   mla.lse = tensors.lse;
-  caller.call("dense_mla", plan, mla, [&] { return internal::dense_work(config, step.fields); });
-  internal::clear_padding({step.fields.q_indptr, tensors.out, tensors.lse}, device,
-                          caller.stream());
+  caller.call("dense_mla", plan, mla,
+              [&] { return internal::dense_work(config, step.host_fields()); });
+  const internal::PaddingRows padding{step.fields.q_indptr, tensors.out, tensors.lse};
+  caller.call_own(
+      "clear_padding", [&] { internal::clear_padding(padding, device, caller.stream()); },
+      [&] {
+        return internal::padding_work(rows - step.num_rows,
+                                      config.num_mla_heads * (2 * kLatentDim + 4));
+      });
 }
 
 void KdaBackend::State::commit(KdaStep* step, const KdaCommitInputs& inputs) {
@@ -520,8 +556,10 @@ KdaBackend& KdaBackend::operator=(KdaBackend&&) noexcept = default;
 
 KdaStepPlan KdaBackend::make_step_plan(const StepBucket& bucket) const {
   internal::check_bucket(internal::metadata_config(state_->config), bucket);
-  return KdaStepPlan(
+  KdaStepPlan plan(
       std::make_unique<KdaStepPlan::State>(state_.get(), state_->config, state_->home(), bucket));
+  state_->birth.synchronize();
+  return plan;
 }
 
 void KdaBackend::begin_step(const KdaBatch& batch, Stream stream) {

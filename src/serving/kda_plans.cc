@@ -86,12 +86,8 @@ int64_t kda_channels(const KdaLayer& layer) {
   return 2 * layer.num_heads * layer.head_dim_k + layer.num_value_heads * layer.head_dim_v;
 }
 
-void check_kda_config(const KdaBackendConfig& config, const Device& device) {
+void check_kda_config(const KdaBackendConfig& config) {
   constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
-  if (device.kind != DeviceKind::kCpu) {
-    unsupported(kKdaOp, "device is " + to_string(device) +
-                            "; the backend runs on the CPU, its operators on both");
-  }
   check_range(kKdaOp, "num_layers", config.num_layers, 1, kMax);
   check_range(kKdaOp, "num_mla_heads", config.num_mla_heads, 0, kMax);
   check_range(kKdaOp, "page_size", config.page_size, 1, 256);
@@ -197,6 +193,10 @@ OperatorWork commit_work(const KdaBackendConfig& config, int64_t requests, int64
           states * (state_bytes(config.layer) +
                     4.0 * static_cast<double>(config.layer.num_value_heads *
                                               config.layer.head_dim_k * config.layer.head_dim_v))};
+}
+
+OperatorWork padding_work(int64_t rows, int64_t row_bytes) {
+  return {0, static_cast<double>(rows * row_bytes)};
 }
 
 // Every row meets every key that it sees, once for the score and once for the value.

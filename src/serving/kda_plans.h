@@ -26,7 +26,7 @@ inline constexpr char kKdaOp[] = "kda_backend";
 int64_t kda_channels(const KdaLayer& layer);
 
 /// Throws Error naming the field.
-void check_kda_config(const KdaBackendConfig& config, const Device& device);
+void check_kda_config(const KdaBackendConfig& config);
 
 /// What StepArrays and the metadata operators need to know.
 DsaConfig metadata_config(const KdaBackendConfig& config);
@@ -63,6 +63,9 @@ DenseMla dense_plan(const KdaBackendConfig& config, float softmax_scale, const D
 OperatorWork kda_work(const KdaBackendConfig& config, int64_t rows, int64_t states);
 OperatorWork convolution_work(const KdaBackendConfig& config, int64_t rows);
 OperatorWork commit_work(const KdaBackendConfig& config, int64_t requests, int64_t layers);
+/// `rows` of padding that are written, each of `row_bytes`.
+OperatorWork padding_work(int64_t rows, int64_t row_bytes);
+/// `fields`: KdaStep::host_fields().
 OperatorWork dense_work(const KdaBackendConfig& config, const MetadataFields& fields);
 
 }  // namespace fovea::internal

@@ -1,8 +1,5 @@
 #include "src/serving/kda_step.h"
 
-#include <cstring>
-
-#include "src/core/access.h"
 #include "src/serving/kda_plans.h"
 #include "src/serving/step_memory.h"
 
@@ -31,11 +28,11 @@ VerifyScratch::VerifyScratch(const KdaBackendConfig& config, int64_t requests,
   entry_ = config.verify_mode == VerifyMode::kStates ? layer.head_dim_v * layer.head_dim_k
                                                      : 2 * layer.head_dim_k + layer.head_dim_v;
   const int64_t rows = layers_ * requests_ * rows_;
-  reserve_memory("the scratch of a verify", home.device,
+  reserve_memory("the scratch of a verify", home,
                  static_cast<size_t>(rows * layer.num_value_heads * entry_) * sizeof(float),
-                 home.stream, &memory_);
-  reserve_memory("the windows of a verify", home.device,
-                 static_cast<size_t>(rows * kConvHistory * channels_) * sizeof(bf16_t), home.stream,
+                 &memory_);
+  reserve_memory("the windows of a verify", home,
+                 static_cast<size_t>(rows * kConvHistory * channels_) * sizeof(bf16_t),
                  &window_memory_);
 }
 
@@ -73,61 +70,42 @@ TensorView VerifyScratch::window(int64_t layer) const {
   return make_tensor(data, DType::kBf16, {requests_, rows_, kConvHistory, channels_});
 }
 
-WindowBackup::WindowBackup(const KdaBackendConfig& config, const StepHome& home) {
-  const auto most = static_cast<size_t>(config.max_requests + config.max_snapshots);
-  saved_.reserve(most);
-  reserve_memory("the backup of windows", home.device, most * window_bytes(config), home.stream,
+WindowBackup::WindowBackup(const KdaBackendConfig& config, const StepHome& home)
+    : device_(home.device) {
+  if (!config.convolution) return;
+  const int64_t most = config.max_requests + config.max_snapshots;
+  reserve_memory("the backup of windows", home, static_cast<size_t>(most) * window_bytes(config),
                  &memory_);
+  copy_.saved =
+      make_tensor(memory_.data(), DType::kBf16, {most, kConvHistory * kda_channels(config.layer)});
 }
 
 void WindowBackup::save(const TensorView& window, const ConstTensorView& slots,
-                        const ConstTensorView& snapshot_slots) {
-  window_ = window;
-  saved_.clear();
-  save_slots(slots);
-  save_slots(snapshot_slots);
-}
-
-void WindowBackup::save_slots(const ConstTensorView& slots) {
-  const auto slot = access<const int32_t, 1>(slots);
-  const auto window = access<bf16_t, 3>(window_);
-  const auto row_elements = static_cast<size_t>(window.shape[2]);
-  for (int64_t i = 0; i < slot.shape[0]; ++i) {
-    if (slot(i) < 0 || slot(i) >= window.shape[0]) continue;
-    auto* to = static_cast<bf16_t*>(memory_.data()) +
-               static_cast<int64_t>(saved_.size()) * window.shape[1] * window.shape[2];
-    for (int64_t row = 0; row < window.shape[1]; ++row) {
-      std::memcpy(to, window.row(slot(i), row), row_elements * sizeof(bf16_t));
-      to += row_elements;
-    }
-    saved_.push_back(slot(i));
-  }
-}
-
-void WindowBackup::restore() const {
-  const auto window = access<bf16_t, 3>(window_);
-  const auto row_elements = static_cast<size_t>(window.shape[2]);
-  const auto* from = static_cast<const bf16_t*>(memory_.data());
-  for (const int64_t slot : saved_) {
-    for (int64_t row = 0; row < window.shape[1]; ++row) {
-      std::memcpy(window.row(slot, row), from, row_elements * sizeof(bf16_t));
-      from += row_elements;
-    }
-  }
+                        const ConstTensorView& snapshot_slots, Stream stream) {
+  copy_.window = window;
+  copy_.slots = slots;
+  copy_.more_slots = snapshot_slots;
+  save_windows(copy_, device_, stream);
 }
 
 KdaStep::KdaStep(const KdaBackendConfig& config, const StepHome& home)
-    : arrays(metadata_config(config), config.max_requests, metadata_config(config).max_rows, home) {
-}
+    : KdaStep(config, home, config.max_requests, metadata_config(config).max_rows) {}
 
 KdaStep::KdaStep(const KdaBackendConfig& config, const StepHome& home, const StepBucket& bucket_in)
-    : bucket(bucket_in),
-      arrays(metadata_config(config), bucket_in.num_requests,
-             bucket_in.num_requests * bucket_in.rows_per_request, home) {
+    : KdaStep(config, home, bucket_in.num_requests,
+              bucket_in.num_requests * bucket_in.rows_per_request) {
+  bucket = bucket_in;
   if (bucket_in.mode != ForwardMode::kTargetVerify) return;
   scratch = VerifyScratch(config, bucket_in.num_requests, bucket_in.rows_per_request,
                           config.num_layers, home);
   verified.assign(static_cast<size_t>(config.num_layers), false);
 }
+
+KdaStep::KdaStep(const KdaBackendConfig& config, const StepHome& home, int64_t max_requests,
+                 int64_t max_rows)
+    : device(home.device),
+      arrays(metadata_config(config), max_requests, max_rows, home),
+      lengths(home.device.kind == DeviceKind::kCpu ? 0 : max_requests,
+              home.device.kind == DeviceKind::kCpu ? 0 : max_rows) {}
 
 }  // namespace fovea::internal

@@ -7,6 +7,8 @@
 #include "fovea/device_memory.h"
 #include "fovea/kda_backend.h"
 #include "src/serving/dsa_step.h"
+#include "src/serving/step_lengths.h"
+#include "src/serving/window_copy.h"
 
 /// What a step of a KdaBackend is made of.
 namespace fovea::internal {
@@ -38,7 +40,8 @@ class VerifyScratch {
   DeviceBuffer memory_, window_memory_;
 };
 
-/// The windows of a call's slots, so that a failed call can put them back.
+/// The windows of a call's slots, so that a failed call can put them back. The slots are read where
+/// they are, at save() and again at restore().
 class WindowBackup {
  public:
   WindowBackup() = default;
@@ -46,14 +49,12 @@ class WindowBackup {
 
   /// Copies the windows that the slots of both lists name; slots outside the pool are skipped.
   void save(const TensorView& window, const ConstTensorView& slots,
-            const ConstTensorView& snapshot_slots);
-  void restore() const;
+            const ConstTensorView& snapshot_slots, Stream stream);
+  void restore(Stream stream) const { restore_windows(copy_, device_, stream); }
 
  private:
-  void save_slots(const ConstTensorView& slots);
-
-  TensorView window_;
-  std::vector<int64_t> saved_;
+  Device device_;
+  WindowCopy copy_;
   DeviceBuffer memory_;
 };
 
@@ -62,8 +63,10 @@ struct KdaStep {
   KdaStep(const KdaBackendConfig& config, const StepHome& home);
   KdaStep(const KdaBackendConfig& config, const StepHome& home, const StepBucket& bucket);
 
+  Device device;
   std::optional<StepBucket> bucket;
   StepArrays arrays;
+  StepLengths lengths;         ///< For the profile of a GPU.
   VerifyScratch scratch;       ///< Of a TARGET_VERIFY bucket.
   std::vector<bool> verified;  ///< Per layer: scratch holds the step's rows.
   bool begun = false;
@@ -71,6 +74,15 @@ struct KdaStep {
   int64_t num_requests = 0, num_rows = 0, padded_rows = 0;
   MetadataFields fields;
   ConstTensorView store_slots;  ///< out_cache_loc without rows of no request.
+
+  /// Metadata whose lengths the host may read: of the live rows, or what it knows of them.
+  const MetadataFields& host_fields() const {
+    return device.kind == DeviceKind::kCpu ? fields : lengths.fields();
+  }
+
+ private:
+  KdaStep(const KdaBackendConfig& config, const StepHome& home, int64_t max_requests,
+          int64_t max_rows);
 };
 
 }  // namespace fovea::internal

@@ -2,6 +2,7 @@
 
 #include "src/serving/selection_map.h"
 #include "src/serving/step_rows.h"
+#include "src/serving/window_copy.h"
 
 // The kernels of the room in a build without CUDA: no backend has a device that asks for them.
 namespace fovea::internal {
@@ -22,6 +23,9 @@ void pick_entries_cuda_portable(const ConstTensorView&, std::span<const int32_t>
 }
 void clear_padding_cuda_portable(const PaddingRows&, const Device&, Stream) {
   without_cuda("clear_padding");
+}
+void copy_windows_cuda_portable(const WindowCopy&, bool, const Device&, Stream) {
+  without_cuda("copy_windows");
 }
 
 }  // namespace fovea::internal

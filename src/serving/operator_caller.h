@@ -32,7 +32,8 @@ class OperatorCaller {
     if (workspaces_.empty()) home_ = stream;
     if (!workspaces_.empty() && workspaces_.back().bytes() >= workspace_bytes) return;
     DeviceBuffer larger;
-    reserve_memory("the workspace", device_, workspace_bytes, stream, &larger);
+    reserve_memory("the workspace", {device_, stream, options_.backend()}, workspace_bytes,
+                   &larger);
     // A captured step goes on using the smaller one.
     workspaces_.push_back(std::move(larger));
   }

@@ -17,7 +17,7 @@ class OperatorOptions {
  public:
   /// Throws Error(kInvalidArgument) in the name of `backend` when no operator has `forced`.
   OperatorOptions(const char* backend, const std::string& forced)
-      : forced_(forced), operators_(operators()) {
+      : backend_(backend), forced_(forced), operators_(operators()) {
     if (forced.empty() ||
         std::any_of(operators_.begin(), operators_.end(),
                     [&](const OperatorInfo& info) { return has(info, forced); })) {
@@ -25,6 +25,8 @@ class OperatorOptions {
     }
     invalid(backend, "implementation = '" + forced + "', which no operator of this build has");
   }
+
+  const char* backend() const { return backend_; }
 
   Options operator()(const char* op) const {
     const OperatorInfo* const info = find(op);
@@ -54,6 +56,7 @@ class OperatorOptions {
     return found == operators_.end() ? nullptr : &*found;
   }
 
+  const char* backend_;
   std::string forced_;
   std::vector<OperatorInfo> operators_;
 };

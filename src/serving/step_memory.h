@@ -9,14 +9,22 @@
 /// Memory of a backend.
 namespace fovea::internal {
 
+/// Where the buffers of a step are, and the stream in whose order they are allocated and cleared.
+struct StepHome {
+  Device device;
+  Stream stream;
+  const char* backend = "dsa_backend";  ///< Whose they are, for messages.
+};
+
 /// buffer->reserve(), whose Error(kOutOfMemory) then says what the memory was for.
-inline void reserve_memory(const char* what, const Device& device, size_t bytes, Stream stream,
+inline void reserve_memory(const char* what, const StepHome& home, size_t bytes,
                            DeviceBuffer* buffer) {
   try {
-    buffer->reserve(device, bytes, stream);
+    buffer->reserve(home.device, bytes, home.stream);
   } catch (const Error& error) {
     if (error.code() != ErrorCode::kOutOfMemory) throw;
-    throw Error(ErrorCode::kOutOfMemory, "dsa_backend: " + std::string(what) + ": " + error.what());
+    throw Error(ErrorCode::kOutOfMemory,
+                std::string(home.backend) + ": " + what + ": " + error.what());
   }
 }
 

@@ -36,11 +36,12 @@ void clear_padding(const PaddingRows& rows, const Device& device, Stream stream)
   const auto out = access<bf16_t, 3>(rows.out);
   const auto lse = access<float, 2>(rows.lse);
   const auto q_indptr = access<const int32_t, 1>(rows.q_indptr);
-  for (int64_t row = q_indptr(q_indptr.shape[0] - 1); row < out.shape[0]; ++row) {
+  const int64_t first = q_indptr ? q_indptr(q_indptr.shape[0] - 1) : 0;
+  for (int64_t row = first; row < out.shape[0]; ++row) {
     for (int64_t h = 0; h < out.shape[1]; ++h) {
       std::fill_n(out.row(row, h), out.shape[2], bf16_t{0});
     }
-    std::fill_n(lse.row(row), lse.shape[1], -std::numeric_limits<float>::infinity());
+    if (lse) std::fill_n(lse.row(row), lse.shape[1], -std::numeric_limits<float>::infinity());
   }
 }
 

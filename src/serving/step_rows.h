@@ -19,11 +19,12 @@ void put_entries(std::span<const int32_t> values, const TensorView& to, const De
 void pick_entries(const ConstTensorView& from, std::span<const int32_t> indices,
                   const TensorView& to, const Device& device, Stream stream);
 
-/// What a dense kernel leaves alone: rows of no request, q_indptr[R] up to the end, become 0 in
-/// `out` bf16 [T, H, D] and -inf in `lse` f32 [T, H].
+/// What an operator leaves alone: rows of no request, q_indptr[R] up to the end, become 0 in `out`
+/// bf16 [T, H, D] and -inf in `lse` f32 [T, H].
 struct PaddingRows {
-  ConstTensorView q_indptr;  ///< i32 [R + 1]
-  TensorView out, lse;
+  ConstTensorView q_indptr;  ///< i32 [R + 1]; absent: every row
+  TensorView out;
+  TensorView lse{};  ///< optional
 };
 void clear_padding(const PaddingRows& rows, const Device& device, Stream stream);
 

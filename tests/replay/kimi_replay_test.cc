@@ -6,28 +6,14 @@
 
 #include "fovea/error.h"
 #include "fovea/replay.h"
-#include "src/replay/kimi_model.h"
 #include "src/replay/run_replay.h"
+#include "tests/replay/tiny_kimi.h"
 #include "tests/support/sanitizers.h"
 
 namespace fovea {
 namespace {
 
 using testing::HasSubstr;
-
-// A small Kimi Linear: two KDA layers and one of full attention.
-internal::ModelSpec tiny_kimi() {
-  internal::ModelSpec model = internal::kimi_linear();
-  model.name = "tiny-kimi";
-  model.num_heads = 4;
-  internal::KimiShape shape = internal::kimi_shape(model);
-  shape.head_dim_k = 16;
-  shape.head_dim_v = 32;
-  model.family = internal::make_kimi_family(shape);
-  model.layer_kinds = {internal::kKdaKind, internal::kKdaKind, internal::kMlaKind};
-  model.pattern_layers = {0, 1, 2};
-  return model;
-}
 
 // Prompts of one to five pages of 64 tokens, many of them shared.
 Trace small_trace(int64_t output_length = 100) {
@@ -53,7 +39,7 @@ ReplayResult run(const std::function<void(ReplayOptions&)>& change = {},
                  const Trace& trace = small_trace()) {
   ReplayOptions options = small_options();
   if (change) change(options);
-  return internal::run_replay(trace, options, tiny_kimi());
+  return internal::run_replay(trace, options, test::tiny_kimi());
 }
 
 std::string failures_of(const ReplayResult& result) {

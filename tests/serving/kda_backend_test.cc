@@ -14,7 +14,10 @@
 #include "fovea/kv_pool.h"
 #include "fovea/numeric.h"
 #include "fovea/state_pool.h"
+#include "fovea/stream.h"
 #include "src/core/fault_injection.h"
+#include "src/core/kernel_fault.h"
+#include "tests/support/devices.h"
 #include "tests/support/rng.h"
 
 namespace fovea {
@@ -48,13 +51,30 @@ ConstTensorView list(const std::vector<T>& values) {
                      {static_cast<int64_t>(values.size())});
 }
 
+// Where the rigs of a test run. Tests read and write its memory.
+Device rig_device;
+
+class KdaBackendTest : public test::DeviceSuite {
+ protected:
+  void SetUp() override {
+    DeviceSuite::SetUp();
+    if (IsSkipped()) return;
+    rig_device = device_;
+    readable_.emplace(device_);
+  }
+
+ private:
+  std::optional<test::ReadableDeviceMemory> readable_;
+};
+INSTANTIATE_TEST_SUITE_P(Devices, KdaBackendTest, testing::ValuesIn(test::kDevices),
+                         test::device_test_name);
+
 // Tokens, weights, pools and batches of a small model; token t of the stream always has the same
 // tensors.
 struct Rig {
   explicit Rig(const KdaBackendConfig& config_in = small_config())
-      : config(config_in),
-        backend(config, Device::cpu(1)),
-        states(pool_config(config), Device::cpu(1)) {
+      : config(config_in), backend(config, rig_device), states(pool_config(config), rig_device) {
+    synchronize(rig_device);  // the zeros of the pool
     test::Rng rng(7);
     const auto bf16s = [&](int64_t count) {
       std::vector<bf16_t> values(static_cast<size_t>(count));
@@ -148,11 +168,13 @@ struct Rig {
   }
 
   std::vector<uint8_t> pool_bytes() const {
+    synchronize(rig_device);
     const auto* data = static_cast<const uint8_t*>(states.states().data);
     return {data, data + states.bytes()};
   }
   std::vector<uint8_t> slot_bytes(int64_t slot) const {
     std::vector<uint8_t> bytes;
+    synchronize(rig_device);
     for (int64_t layer = 0; layer < 2; ++layer) {
       const TensorView state = states.state(layer), window = states.window(layer);
       const auto* s = static_cast<const uint8_t*>(state.data) + slot * state.stride[0] * 4;
@@ -183,7 +205,7 @@ void prefill_five(Rig& rig, int32_t slot = 2) {
     rig.backend.forward_kda(layer, rig.tensors(layer, 0, 5));
 }
 
-TEST(KdaBackend, DecodesVerifiesAndCommitsToTheSameBits) {
+TEST_P(KdaBackendTest, DecodesVerifiesAndCommitsToTheSameBits) {
   for (const WindowLayout layout : {WindowLayout::kWd, WindowLayout::kDw}) {
     KdaBackendConfig config = small_config();
     config.window_layout = layout;
@@ -225,7 +247,7 @@ TEST(KdaBackend, DecodesVerifiesAndCommitsToTheSameBits) {
   }
 }
 
-TEST(KdaBackend, ADecodeInPlaceIsCloseToAVerifiedOne) {
+TEST_P(KdaBackendTest, ADecodeInPlaceIsCloseToAVerifiedOne) {
   KdaBackendConfig config = small_config();
   config.deterministic = false;
   Rig decoded(config), verified;
@@ -249,7 +271,7 @@ TEST(KdaBackend, ADecodeInPlaceIsCloseToAVerifiedOne) {
   }
 }
 
-TEST(KdaBackend, SnapshotsResumeToTheBitsOfAnUncutPrefill) {
+TEST_P(KdaBackendTest, SnapshotsResumeToTheBitsOfAnUncutPrefill) {
   Rig whole, resumed;
   const std::vector<uint8_t> fresh = {0};
   const std::vector<int32_t> slot = {1}, other = {6}, seq = {0}, pos = {64}, snapshot = {9};
@@ -281,11 +303,13 @@ TEST(KdaBackend, SnapshotsResumeToTheBitsOfAnUncutPrefill) {
   EXPECT_EQ(whole.backend.routes().snapshot, 1);
 }
 
-// Runs `work` with the launch fault at every place that it has; a run that throws changes no pool.
-void fails_without_a_trace(Rig& rig, int64_t stages, const std::function<void()>& work) {
+// Runs `work` with the fault at every place that it has, and once without; a run that throws
+// changes no pool. The places where it failed.
+template <class Fault = internal::LaunchFault>
+int64_t fails_without_a_trace(Rig& rig, const std::function<void()>& work) {
   for (int64_t nth = 1;; ++nth) {
     const std::vector<uint8_t> before = rig.pool_bytes();
-    const internal::LaunchFault fault(nth);
+    const Fault fault(nth);
     try {
       work();
     } catch (const Error& error) {
@@ -294,13 +318,12 @@ void fails_without_a_trace(Rig& rig, int64_t stages, const std::function<void()>
       continue;
     }
     EXPECT_FALSE(fault.fired());
-    EXPECT_EQ(nth, stages + 1);
     EXPECT_NE(rig.pool_bytes(), before);
-    return;
+    return nth - 1;
   }
 }
 
-TEST(KdaBackend, AFailureAtAnyStageLeavesThePoolsAsTheyWere) {
+TEST_P(KdaBackendTest, AFailureAtAnyStageLeavesThePoolsAsTheyWere) {
   const std::vector<int32_t> slots = {1, 2}, to = {1, 3}, seq = {0}, pos = {3}, snapshot = {9};
   for (const CommitMode commit : {CommitMode::kDirect, CommitMode::kStaged}) {
     for (const bool deterministic : {true, false}) {
@@ -318,18 +341,21 @@ TEST(KdaBackend, AFailureAtAnyStageLeavesThePoolsAsTheyWere) {
       rig.backend.begin_step(batch);
       // The convolution, the recurrence, and its commit where it is staged.
       const int64_t stages = commit == CommitMode::kStaged ? 3 : 2;
-      fails_without_a_trace(rig, stages, [&] { rig.backend.forward_kda(0, rig.tensors(0, 0, 4)); });
+      EXPECT_EQ(
+          fails_without_a_trace(rig, [&] { rig.backend.forward_kda(0, rig.tensors(0, 0, 4)); }),
+          stages);
       EXPECT_EQ(rig.backend.routes().restored, stages);
       batch = rig.batch(ForwardMode::kDecode, {1, 1});
       batch.in_slot = list(slots);
       rig.backend.begin_step(batch);
-      fails_without_a_trace(rig, deterministic ? 3 : 2,
-                            [&] { rig.backend.forward_kda(1, rig.tensors(1, 4, 2)); });
+      EXPECT_EQ(
+          fails_without_a_trace(rig, [&] { rig.backend.forward_kda(1, rig.tensors(1, 4, 2)); }),
+          deterministic ? 3 : 2);
     }
   }
 }
 
-TEST(KdaBackend, AFailedVerifyOrCommitLeavesThePoolsAsTheyWere) {
+TEST_P(KdaBackendTest, AFailedVerifyOrCommitLeavesThePoolsAsTheyWere) {
   for (const VerifyMode mode : {VerifyMode::kStates, VerifyMode::kRecords}) {
     KdaBackendConfig config = small_config();
     config.verify_mode = mode;
@@ -344,16 +370,53 @@ TEST(KdaBackend, AFailedVerifyOrCommitLeavesThePoolsAsTheyWere) {
     inputs.state = rig.states.states();
     inputs.window = rig.states.windows();
     EXPECT_THROW(rig.backend.commit(plan, inputs), Error) << "nothing has been verified";
-    fails_without_a_trace(rig, 5, [&] {
+    const auto work = [&] {
       for (int64_t layer = 0; layer < 2; ++layer) {
         rig.backend.forward_kda(plan, layer, rig.tensors(layer, 0, 2 * kDrafts));
       }
       rig.backend.commit(plan, inputs);
-    });
+    };
+    EXPECT_EQ(fails_without_a_trace(rig, work), 5);
   }
 }
 
-TEST(KdaBackend, AFailedOperatorIsFollowedByTheNextFromTheUnchangedPool) {
+// An operator that got as far as some of its kernels, and the copies of windows around it.
+TEST_P(KdaBackendTest, AFailedKernelLeavesThePoolsAsTheyWere) {
+  if (device_.kind == DeviceKind::kCpu) GTEST_SKIP() << "the CPU launches no kernel";
+  const std::vector<int32_t> slots = {1, 2}, to = {1, 3}, seq = {0}, pos = {3}, snapshot = {9};
+  const std::vector<int32_t> none(5, 0);
+  for (const CommitMode commit : {CommitMode::kDirect, CommitMode::kStaged}) {
+    for (const bool deterministic : {true, false}) {
+      KdaBackendConfig config = small_config();
+      config.commit = commit;
+      config.deterministic = deterministic;
+      config.strict = true;
+      Rig rig(config);
+      KdaBatch batch = rig.batch(ForwardMode::kMixed, {3, 1});
+      batch.forward.positions = batch.forward.out_cache_loc = list(none);
+      batch.forward.padded_rows = 5;
+      batch.in_slot = list(slots);
+      batch.out_slot = list(to);
+      batch.snapshot_seq = list(seq);
+      batch.snapshot_pos = list(pos);
+      batch.snapshot_slot = list(snapshot);
+      rig.backend.begin_step(batch);
+      // Padding, windows aside, the convolution, the recurrence.
+      EXPECT_GE(fails_without_a_trace<internal::KernelFault>(
+                    rig, [&] { rig.backend.forward_kda(0, rig.tensors(0, 0, 5)); }),
+                4);
+      batch = rig.batch(ForwardMode::kDecode, {1, 1});
+      batch.in_slot = list(slots);
+      rig.backend.begin_step(batch);
+      EXPECT_GE(fails_without_a_trace<internal::KernelFault>(
+                    rig, [&] { rig.backend.forward_kda(1, rig.tensors(1, 4, 2)); }),
+                3);
+    }
+  }
+}
+
+TEST_P(KdaBackendTest, AFailedOperatorIsFollowedByTheNextFromTheUnchangedPool) {
+  if (device_.kind == DeviceKind::kCuda) GTEST_SKIP() << "a GPU has one implementation of each";
   KdaBackendConfig config = small_config();
   config.deterministic = false;
   for (int64_t nth = 1; nth <= 2; ++nth) {
@@ -376,7 +439,7 @@ TEST(KdaBackend, AFailedOperatorIsFollowedByTheNextFromTheUnchangedPool) {
   }
 }
 
-TEST(KdaBackend, PaddingTouchesNoSlotAndGivesZeros) {
+TEST_P(KdaBackendTest, PaddingTouchesNoSlotAndGivesZeros) {
   Rig rig;
   const std::vector<int32_t> slots = {-1, 99};
   for (const ForwardMode mode : {ForwardMode::kDecode, ForwardMode::kIdle}) {
@@ -399,9 +462,10 @@ TEST(KdaBackend, PaddingTouchesNoSlotAndGivesZeros) {
   EXPECT_EQ(rig.backend.routes().idle, 1);
 }
 
-TEST(KdaBackend, FullAttentionOverOneKeyIsThatKey) {
+TEST_P(KdaBackendTest, FullAttentionOverOneKeyIsThatKey) {
   Rig rig;
-  KvPool pool({RowFormat::kBf16, 576, 1, kPages, kPage}, Device::cpu(1));
+  KvPool pool({RowFormat::kBf16, 576, 1, kPages, kPage}, rig_device);
+  synchronize(rig_device);
   const KdaBatch batch = rig.batch(ForwardMode::kExtend, {1});
   rig.cache_loc[0] = 0;
   rig.backend.begin_step(batch);
@@ -431,7 +495,7 @@ TEST(KdaBackend, FullAttentionOverOneKeyIsThatKey) {
   }
 }
 
-TEST(KdaBackend, RefusesBeforeAnythingIsWritten) {
+TEST_P(KdaBackendTest, RefusesBeforeAnythingIsWritten) {
   Rig rig;
   const std::vector<uint8_t> before = rig.pool_bytes();
   const auto refused = [&](const char* fragment, const std::function<void()>& work) {

@@ -29,21 +29,22 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 struct PaddingParams {
-  const int32_t* num_rows;  // behind the last request
+  const int32_t* num_rows;  // behind the last request; null: 0
   Accessor<bf16_t, 3> out;
-  Accessor<float, 2> lse;
+  Accessor<float, 2> lse;  // may be null
 };
 
 // One block a row; the live ones have nothing to do.
 __global__ void __launch_bounds__(kThreads)
     clear_padding_kernel(const __grid_constant__ PaddingParams params) {
   const int64_t row = blockIdx.x;
-  if (row < *params.num_rows) return;
+  if (params.num_rows != nullptr && row < *params.num_rows) return;
   const auto heads = static_cast<int>(params.out.shape[1]);
   const auto width = static_cast<int>(params.out.shape[2]);
   for (int i = static_cast<int>(threadIdx.x); i < heads * width; i += kThreads) {
     params.out.row(row, i / width)[i % width] = bf16_t{0};
   }
+  if (!params.lse) return;
   for (int h = static_cast<int>(threadIdx.x); h < heads; h += kThreads) {
     params.lse.row(row)[h] = -__int_as_float(0x7F800000);
   }
@@ -69,7 +70,9 @@ void pick_entries_cuda_portable(const ConstTensorView& from, std::span<const int
 void clear_padding_cuda_portable(const PaddingRows& rows, const Device& device, Stream stream) {
   const cuda::DeviceScope scope(device.ordinal);
   PaddingParams params{};
-  params.num_rows = static_cast<const int32_t*>(rows.q_indptr.data) + rows.q_indptr.shape[0] - 1;
+  if (rows.q_indptr.defined()) {
+    params.num_rows = static_cast<const int32_t*>(rows.q_indptr.data) + rows.q_indptr.shape[0] - 1;
+  }
   params.out = access<bf16_t, 3>(rows.out);
   params.lse = access<float, 2>(rows.lse);
   cuda::launch("clear_padding", clear_padding_kernel,
