@@ -12,8 +12,9 @@ RowFormat bind_row_format(OperatorCall& call) {
                                 {{"bf16", RowFormat::kBf16},
                                  {"v32", RowFormat::kV32},
                                  {"i132", RowFormat::kI132},
+                                 {"v4", RowFormat::kV4},
                                  {"f576", RowFormat::kF576}},
-                                std::nullopt, {"v4", "r512"});
+                                std::nullopt, {"r512"});
 }
 
 // Required where it changes bytes and the format has no default of its own: packing i132 rows.
@@ -33,7 +34,8 @@ bool is_bf16_pool(const OperatorCall& call, RowFormat format) {
 // Channels of the rows of a u8 pool.
 int64_t bind_width(OperatorCall& call, RowFormat format) {
   if (format == RowFormat::kBf16) return call.integer("width");
-  return call.integer("width", format == RowFormat::kI132 ? 128 : 576);
+  const int64_t width = format == RowFormat::kI132 ? 128 : format == RowFormat::kV4 ? 512 : 576;
+  return call.integer("width", width);
 }
 
 constexpr char kRowsPool[] = "bf16 [S, D]";

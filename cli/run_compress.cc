@@ -10,7 +10,8 @@ void run_v4_compress(OperatorCall& call) {
   V4CompressTensors tensors;
   problem.ratio = call.integer("ratio");
   problem.row_format = call.choice<RowFormat>(
-      "row_format", {{"bf16", RowFormat::kBf16}, {"i132", RowFormat::kI132}}, std::nullopt, {"v4"});
+      "row_format",
+      {{"v4", RowFormat::kV4}, {"i132", RowFormat::kI132}, {"bf16", RowFormat::kBf16}});
   constexpr std::optional<ScaleMode> kNoDefault;
   problem.scale_mode = call.choice<ScaleMode>(
       "scale_mode", {{"fp32", ScaleMode::kFp32}, {"pow2", ScaleMode::kPow2}},

@@ -16,11 +16,8 @@ struct CodecShape {
   int64_t row_bytes;
 };
 
-constexpr CodecShape kShapes[] = {{"bf16", 576, 1152},
-                                  {"v32", 576, 656},
-                                  {"i132", 128, 132},
-                                  {"bf16", 77, 154},
-                                  {"f576", 576, 576}};
+constexpr CodecShape kShapes[] = {{"bf16", 576, 1152}, {"v32", 576, 656}, {"i132", 128, 132},
+                                  {"bf16", 77, 154},   {"v4", 512, 584},  {"f576", 576, 576}};
 
 // Slots without repeats among the valid ones; the rest is hostile.
 void add_slots(CaseBuilder& builder, const char* name, int64_t rows, int64_t slots) {

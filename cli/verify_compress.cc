@@ -49,7 +49,8 @@ VerifyCase make_compress_case(const std::string& name, int64_t ratio, int64_t di
   }
   for (int64_t i = 0; i < state_elements; ++i)
     builder.at<float>("state", i) = std::numeric_limits<float>::quiet_NaN();
-  const int64_t page_size = 2, row_bytes = format == "bf16" ? 2 * dim : dim + 4;
+  const int64_t page_size = 2;
+  const int64_t row_bytes = format == "bf16" ? 2 * dim : format == "v4" ? 584 : dim + 4;
   builder.list("state_slot", {0, 3, 1})
       .integers("page_table", {3, 3}, 0, 8)
       .bytes("pool", {9, page_size * row_bytes + 3})
@@ -67,37 +68,61 @@ VerifyCase make_compress_case(const std::string& name, int64_t ratio, int64_t di
 std::vector<VerifyCase> make_compress_cases(uint64_t seed) {
   std::vector<VerifyCase> cases;
   cases.push_back(make_compress_case("ratio4", 4, 512, "bf16", "stored", seed));
+  cases.push_back(make_compress_case("ratio4_v4", 4, 512, "v4", "stored", seed));
+  cases.push_back(make_compress_case("ratio128_v4", 128, 512, "v4", "online", seed));
   cases.push_back(make_compress_case("ratio4_i132", 4, 128, "i132", "stored", seed));
   cases.push_back(make_compress_case("ratio128", 128, 512, "bf16", "stored", seed));
   cases.push_back(make_compress_case("ratio128_online", 128, 512, "bf16", "online", seed));
   return cases;
 }
 
-// The rows that were emitted, decoded, in place of the pool; every other byte as it is.
+// Where a row lies in its page, and the value of channel i.
+struct PooledRow {
+  uint8_t* data;
+  int64_t data_bytes;
+  uint8_t* scales;
+  int64_t scale_bytes;
+
+  PooledRow(const std::string& format, uint8_t* page, int64_t page_size, int64_t index,
+            int64_t dim) {
+    data_bytes = format == "bf16" ? 2 * dim : format == "v4" ? 576 : dim;
+    scale_bytes = format == "bf16" ? 0 : format == "v4" ? 8 : 4;
+    data = page + index * data_bytes;
+    scales = page + page_size * data_bytes + index * scale_bytes;
+  }
+
+  float value(int64_t i) const {
+    const int64_t codes = scale_bytes == 0 ? 0 : scale_bytes == 8 ? 448 : data_bytes;
+    if (i < codes && scale_bytes == 8)
+      return e4m3_to_float(data[i]) * ue8m0_to_float(scales[i / 64]);
+    if (i < codes) {
+      float scale;
+      std::memcpy(&scale, scales, sizeof(scale));
+      return e4m3_to_float(data[i]) * scale;
+    }
+    bf16_t value;
+    std::memcpy(&value, data + codes + 2 * (i - codes), sizeof(value));
+    return bf16_to_float(value);
+  }
+};
+
+// The rows that were emitted, decoded, beside the pool without them.
 void normalise_compress(const TensorMap& inputs, const Json& params, TensorMap& outputs) {
   const TensorView pool = outputs.find("pool"), emitted = outputs.find("emitted");
   if (!pool.defined() || !emitted.defined() || outputs.find("rows").defined()) return;
   const int64_t dim = inputs.find("norm_weight").shape[0];
-  const int64_t page_size = static_cast<int64_t>(params.find("page_size")->as_number());
-  const bool codes = params.find("row_format")->as_string() == "i132";
+  const auto page_size = static_cast<int64_t>(params.find("page_size")->as_number());
   const int64_t count = emitted.shape[0];
   const TensorView rows = outputs.add("rows", DType::kF32, {count, dim});
   for (int64_t t = 0; t < count; ++t) {
     const int32_t slot = static_cast<const int32_t*>(emitted.data)[t];
     if (slot < 0) continue;
-    uint8_t* const page = static_cast<uint8_t*>(pool.data) + slot / page_size * pool.shape[1];
-    uint8_t* const row = page + slot % page_size * (codes ? dim : 2 * dim);
-    float scale = 1;
-    uint8_t* const scale_at = page + page_size * dim + slot % page_size * 4;
-    if (codes) std::memcpy(&scale, scale_at, sizeof(scale));
-    for (int64_t i = 0; i < dim; ++i) {
-      bf16_t value;
-      std::memcpy(&value, row + 2 * i, codes ? 0 : sizeof(value));
-      static_cast<float*>(rows.data)[t * dim + i] =
-          codes ? scale * e4m3_to_float(row[i]) : bf16_to_float(value);
-    }
-    std::memset(row, 0, static_cast<size_t>(codes ? dim : 2 * dim));
-    if (codes) std::memset(scale_at, 0, sizeof(scale));
+    const PooledRow row(std::string(params.find("row_format")->as_string()),
+                        static_cast<uint8_t*>(pool.data) + slot / page_size * pool.shape[1],
+                        page_size, slot % page_size, dim);
+    for (int64_t i = 0; i < dim; ++i) static_cast<float*>(rows.data)[t * dim + i] = row.value(i);
+    std::memset(row.data, 0, static_cast<size_t>(row.data_bytes));
+    std::memset(row.scales, 0, static_cast<size_t>(row.scale_bytes));
   }
 }
 

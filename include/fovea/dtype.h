@@ -46,10 +46,12 @@ enum class RowFormat : uint8_t {
   kV32,   ///< 656 B: 512 e4m3, 4 fp32 scales, 64 bf16 rope values (DeepSeek-V3.2 latent).
   kI132,  ///< 132 B per token, values first and scales last in each page: 128 e4m3, 1 fp32 scale
           ///< (index keys).
+  kV4,  ///< 584 B per token, two regions of a page: 448 e4m3 and 64 bf16 rope values; then 7 ue8m0
+        ///< scales (DeepSeek-V4 latent).
   kF576,  ///< 576 B: 576 e4m3 of x / k_scale, one scale for the whole cache, kept by the caller.
 };
 
-/// "bf16", "v32", "i132", "f576".
+/// "bf16", "v32", "i132", "v4", "f576".
 FOVEA_API std::string_view to_string(RowFormat format) noexcept;
 
 /// How the scale of an fp8 tile is chosen from the tile's largest magnitude.

@@ -14,7 +14,8 @@ namespace fovea {
 
 struct KvPoolConfig {
   RowFormat row_format = RowFormat::kBf16;  ///< kI132 makes an index-key pool.
-  int64_t width = 576;  ///< Channels of a row: any for kBf16, 128 for kI132, otherwise 576.
+  int64_t width =
+      576;  ///< Channels of a row: any for kBf16, 128 for kI132, 512 for kV4, otherwise 576.
   int64_t num_layers = 1;
   int64_t num_pages = 0;  ///< Including the dummy page 0.
   int64_t page_size = 0;  ///< Tokens per page, 1..256.

@@ -23,8 +23,8 @@ struct MoveRowsTensors {
 };
 
 /// Moves stored tokens inside a paged pool: the token in dst_slots[i] becomes the one that was in
-/// src_slots[i], byte for byte, nothing decoded. Of i132 the codes and the scale move, each to its
-/// own part of the page.
+/// src_slots[i], byte for byte, nothing decoded. Of i132 and v4 the codes and the scales move, each
+/// to its own part of the page.
 ///
 /// All sources are read before any destination is written. So the lists may overlap in any way:
 /// chains (1 -> 0, 2 -> 1), swaps, cycles, one source for several destinations. This is how the

@@ -10,10 +10,12 @@
 namespace fovea {
 
 /// Bytes that `page_size` tokens of a format take in a page: page_size * 2 * width (kBf16),
-/// page_size * 656 (kV32), page_size * (width + 4) (kI132), page_size * 576 (kF576). A pool's page
-/// may be longer, the surplus is never touched. `width` is the number of channels: 576 for kV32 and
-/// kF576, 128 in models for kI132, any for kBf16 (576 or 512 in models). Throws
-/// Error(kInvalidArgument) for page_size outside 1..256 or a width the format does not have.
+/// page_size * 656 (kV32), page_size * (width + 4) (kI132), page_size * 584 rounded up to a
+/// multiple of 576 (kV4; the operators take pages without that padding too), page_size * 576
+/// (kF576). A pool's page may be longer, the surplus is never touched. `width` is the number of
+/// channels: 576 for kV32 and kF576, 512 for kV4, 128 in models for kI132, any for kBf16 (576 or
+/// 512 in models). Throws Error(kInvalidArgument) for page_size outside 1..256 or a width the
+/// format does not have.
 FOVEA_API int64_t page_bytes(RowFormat format, int64_t page_size, int64_t width);
 
 /// Problem of pack_rows and unpack_rows.
@@ -21,7 +23,7 @@ struct RowCodecProblem {
   int64_t max_rows = 0;  ///< Upper bound of N.
   RowFormat row_format = RowFormat::kBf16;
   int64_t page_size = 0;  ///< Tokens per page, 1..256; 0 for a pool given as bf16 [S, D].
-  int64_t width = 0;      ///< Channels D of a row; 576 for kV32 and kF576, 128 in models for kI132.
+  int64_t width = 0;      ///< Channels D of a row; 576 for kV32 and kF576, 512 for kV4.
   ScaleMode scale_mode = ScaleMode::kFp32;  ///< kV32, kI132; others and unpack_rows ignore it.
   float k_scale = 1;  ///< kF576: the scale of the whole cache, finite and > 0; others ignore it.
 };
@@ -39,6 +41,9 @@ struct PackRowsTensors {
 ///   kV32    per tile of 128 of the first 512 channels: scale and e4m3(x / scale); the last 64 as
 ///           they are
 ///   kI132   one tile over all D channels: scale and e4m3(x / scale)
+///   kV4     per tile of 64 of the first 448 channels: a power-of-two scale, whatever scale_mode
+///   says,
+///           and e4m3(x / scale); the last 64 as they are
 ///   kF576   e4m3(x / k_scale) of all 576 channels, saturating at +-448; no scale is stored
 ///
 /// With `rope` a row is src[i] | rope[i], each where the model left it: the bytes are those of

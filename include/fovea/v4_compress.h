@@ -20,7 +20,7 @@ struct V4CompressProblem {
   int64_t max_requests = 0;  ///< Upper bound of R.
   int64_t ratio = 0;         ///< r: 4 (groups overlap, c = 2) or 128 (c = 1).
   int64_t head_dim = 512;    ///< d: 512 or, for the indexer's rows, 128; >= 64, a multiple of 16.
-  RowFormat row_format = RowFormat::kBf16;  ///< kBf16, or kI132 with d = 128.
+  RowFormat row_format = RowFormat::kBf16;  ///< kBf16, kV4 with d = 512, or kI132 with d = 128.
   ScaleMode scale_mode = ScaleMode::kFp32;  ///< kI132; others ignore it.
   int64_t page_size = 0;                    ///< Rows per page of the pool, 1..256.
   CompressorForm form = CompressorForm::kStored;
@@ -41,7 +41,7 @@ struct V4CompressTensors {
   TensorView state{};                ///< f32 [states, S, 2, c*d], or (kOnline) [states, 3, d]
   ConstTensorView state_slot{};      ///< i32 [R]
   ConstTensorView page_table{};      ///< i32 [R, max_pages]: pages of the request's rows
-  TensorView pool{};                 ///< u8 [pages, >= page_bytes(row_format, page_size, d)]
+  TensorView pool{};                 ///< u8 [pages, >= bytes of page_size rows]
   TensorView emitted{};              ///< i32 [T]: slot of the row that the token completed, or -1
 };
 

@@ -15,9 +15,10 @@ void copy_token(const MoveRowsProblem& problem, const PagedRows<uint8_t>& pool, 
                 static_cast<size_t>(bytes));
   };
   const int64_t bytes = row_bytes(problem.row_format, problem.width);
-  if (problem.row_format == RowFormat::kI132) {
-    copy(pool.i132_codes(slot, problem.width), token, problem.width);
-    copy(pool.i132_scale(slot, problem.width), token + problem.width, bytes - problem.width);
+  const int64_t first = first_region_bytes(problem.row_format, problem.width);
+  if (first > 0) {
+    copy(pool.at(slot, first), token, first);
+    copy(pool.at(slot, bytes - first, problem.page_size * first), token + first, bytes - first);
   } else {
     copy(pool.record(slot, bytes), token, bytes);
   }

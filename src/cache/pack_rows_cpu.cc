@@ -11,6 +11,7 @@
 #include "src/core/fp8_tile_simd.h"
 #include "src/core/parallel.h"
 #include "src/core/row_layout.h"
+#include "src/core/v4_row_simd.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace fovea::internal::HWY_NAMESPACE {
@@ -118,6 +119,15 @@ void pack_f576_rows(const PackContext& context, int64_t begin, int64_t end) {
   });
 }
 
+// Data and scale rows are stored as they come: a row is too short to be streamed in two parts.
+void pack_v4_rows(const PackContext& context, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) {
+    if (!context.takes(i)) continue;
+    const int32_t slot = context.slots(i);
+    pack_v4_row_simd(context.src.row(i), context.pool.v4_data(slot), context.pool.v4_scales(slot));
+  }
+}
+
 template <int kRows>
 HWY_INLINE void pack_i132(const PackContext& context, const int64_t (&rows)[kRows]) {
   const bf16_t* from[kRows];
@@ -166,6 +176,9 @@ void pack_piece(RowFormat format, const PackContext& context, int64_t begin, int
       break;
     case RowFormat::kI132:
       pack_i132_rows(context, begin, end);
+      break;
+    case RowFormat::kV4:
+      pack_v4_rows(context, begin, end);
       break;
     case RowFormat::kF576:
       pack_f576_rows<kStream>(context, begin, end);

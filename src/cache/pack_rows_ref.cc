@@ -5,6 +5,7 @@
 #include "src/core/access.h"
 #include "src/core/fp8_tile.h"
 #include "src/core/row_layout.h"
+#include "src/core/v4_row.h"
 
 namespace fovea::internal {
 namespace {
@@ -51,6 +52,9 @@ void pack_rows_ref(const RowCodecProblem& problem, const Device&, const PackRows
         std::memcpy(pool.i132_scale(slot, width), &scale, sizeof(scale));
         break;
       }
+      case RowFormat::kV4:
+        pack_v4_row(x, pool.v4_data(slot), pool.v4_scales(slot));
+        break;
       case RowFormat::kF576:
         encode_tile(x, kF576Width, problem.k_scale, pool.record(slot, kF576Width));
         break;

@@ -15,6 +15,8 @@ constexpr int64_t kMaxWidth = std::numeric_limits<int32_t>::max();
 void check_width(const char* op, RowFormat format, int64_t width) {
   if (format == RowFormat::kV32) {
     internal::check_range(op, "width (v32)", width, internal::kV32Width, internal::kV32Width);
+  } else if (format == RowFormat::kV4) {
+    internal::check_range(op, "width (v4)", width, internal::kV4Width, internal::kV4Width);
   } else if (format == RowFormat::kF576) {
     internal::check_range(op, "width (f576)", width, internal::kF576Width, internal::kF576Width);
   } else {
@@ -28,7 +30,10 @@ int64_t page_bytes(RowFormat format, int64_t page_size, int64_t width) {
   constexpr char kName[] = "page_bytes";
   internal::check_range(kName, "page_size", page_size, 1, 256);
   check_width(kName, format, width);
-  return page_size * internal::row_bytes(format, width);
+  const int64_t bytes = page_size * internal::row_bytes(format, width);
+  if (format != RowFormat::kV4) return bytes;
+  // Pages of public engines are whole data rows.
+  return (bytes + internal::kV4DataBytes - 1) / internal::kV4DataBytes * internal::kV4DataBytes;
 }
 
 namespace internal {

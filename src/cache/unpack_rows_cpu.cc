@@ -60,6 +60,26 @@ HWY_INLINE void unpack_i132(const UnpackContext& context, int32_t slot, bf16_t* 
 }
 
 template <bool kStream>
+HWY_INLINE void unpack_v4(const uint8_t* data, const uint8_t* scale_codes, bf16_t* out) {
+  float scales[kV4NumTiles];
+  const uint8_t* codes[kV4NumTiles];
+  bf16_t* to[kV4NumTiles];
+  for (int64_t tile = 0; tile < kV4NumTiles; ++tile) {
+    scales[tile] = ue8m0_to_float(scale_codes[tile]);
+    codes[tile] = data + tile * kV4TileDim;
+    to[tile] = out + tile * kV4TileDim;
+  }
+  dequantize_tiles_simd<kStream>(codes, kV4TileDim, scales, to);
+  const uint8_t* const rope = data + kV4LatentDim;
+  auto* const rope_to = reinterpret_cast<uint8_t*>(out + kV4LatentDim);
+  if constexpr (kStream) {
+    stream_row(rope, rope_to, sizeof(bf16_t) * kV4RopeDim);
+  } else {
+    std::memcpy(rope_to, rope, sizeof(bf16_t) * kV4RopeDim);
+  }
+}
+
+template <bool kStream>
 HWY_INLINE void unpack_f576(const uint8_t* record, float k_scale, bf16_t* out) {
   const uint8_t* const codes[] = {record};
   const float scales[] = {k_scale};
@@ -89,6 +109,7 @@ template <RowFormat kFormat, bool kStream>
 void unpack_piece(const UnpackContext& context, int64_t begin, int64_t end) {
   const int64_t record_bytes = kFormat == RowFormat::kBf16  ? 2 * context.width
                                : kFormat == RowFormat::kV32 ? kV32RowBytes
+                               : kFormat == RowFormat::kV4  ? kV4DataBytes
                                                             : context.width;
   for (int64_t i = begin; i < end; ++i) {
     prefetch_ahead(context, i, record_bytes);
@@ -100,6 +121,8 @@ void unpack_piece(const UnpackContext& context, int64_t begin, int64_t end) {
       unpack_bf16<kStream>(context, slot, out);
     } else if constexpr (kFormat == RowFormat::kV32) {
       unpack_v32<kStream>(context.pool.record(slot, kV32RowBytes), out);
+    } else if constexpr (kFormat == RowFormat::kV4) {
+      unpack_v4<kStream>(context.pool.v4_data(slot), context.pool.v4_scales(slot), out);
     } else if constexpr (kFormat == RowFormat::kF576) {
       unpack_f576<kStream>(context.pool.record(slot, kF576Width), context.k_scale, out);
     } else {
@@ -142,6 +165,9 @@ void unpack_rows(const RowCodecProblem& problem, const Device& device,
       break;
     case RowFormat::kI132:
       unpack_format<RowFormat::kI132>(context);
+      break;
+    case RowFormat::kV4:
+      unpack_format<RowFormat::kV4>(context);
       break;
     case RowFormat::kF576:
       unpack_format<RowFormat::kF576>(context);

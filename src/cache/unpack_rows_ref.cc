@@ -23,6 +23,14 @@ void unpack_v32(const uint8_t* record, bf16_t* out) {
   std::memcpy(out + kV32LatentDim, record + kV32RopeOffset, sizeof(bf16_t) * kV32RopeDim);
 }
 
+void unpack_v4(const uint8_t* data, const uint8_t* scales, bf16_t* out) {
+  for (int64_t tile = 0; tile < kV4NumTiles; ++tile) {
+    dequantize_tile(data + tile * kV4TileDim, kV4TileDim, ue8m0_to_float(scales[tile]),
+                    out + tile * kV4TileDim);
+  }
+  std::memcpy(out + kV4LatentDim, data + kV4LatentDim, sizeof(bf16_t) * kV4RopeDim);
+}
+
 }  // namespace
 
 void unpack_rows_ref(const RowCodecProblem& problem, const Device&,
@@ -48,6 +56,9 @@ void unpack_rows_ref(const RowCodecProblem& problem, const Device&,
       case RowFormat::kI132:
         dequantize_tile(pool.i132_codes(slot, width), width,
                         load_scale(pool.i132_scale(slot, width)), row);
+        break;
+      case RowFormat::kV4:
+        unpack_v4(pool.v4_data(slot), pool.v4_scales(slot), row);
         break;
       case RowFormat::kF576:
         dequantize_tile(pool.record(slot, kF576Width), kF576Width, problem.k_scale, row);

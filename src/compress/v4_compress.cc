@@ -5,7 +5,6 @@
 #include <limits>
 #include <string>
 
-#include "fovea/row_codec.h"
 #include "src/compress/v4_compress_impl.h"
 #include "src/core/check.h"
 #include "src/core/implementation_list.h"
@@ -28,9 +27,9 @@ const internal::OperatorRegistration kRegistration("compress", kOp, [] {
 
 void check_rows(const V4CompressProblem& problem) {
   const RowFormat format = problem.row_format;
-  if (format != RowFormat::kBf16 && format != RowFormat::kI132) {
-    internal::invalid(kOp,
-                      "row_format = " + std::string(to_string(format)) + ", expected bf16 or i132");
+  if (format != RowFormat::kBf16 && format != RowFormat::kI132 && format != RowFormat::kV4) {
+    internal::invalid(
+        kOp, "row_format = " + std::string(to_string(format)) + ", expected v4, i132 or bf16");
   }
   internal::check_range(kOp, "head_dim", problem.head_dim, internal::kCompressRopeDim,
                         internal::kMaxCompressDim);
@@ -41,6 +40,10 @@ void check_rows(const V4CompressProblem& problem) {
   if (format == RowFormat::kI132 && problem.head_dim != internal::kI132Width) {
     internal::invalid(kOp, "head_dim = " + std::to_string(problem.head_dim) +
                                ", but rows of i132 have 128 channels; use bf16");
+  }
+  if (format == RowFormat::kV4 && problem.head_dim != internal::kV4Width) {
+    internal::invalid(kOp, "head_dim = " + std::to_string(problem.head_dim) +
+                               ", but rows of v4 have 512 channels; use bf16");
   }
   internal::check_range(kOp, "page_size", problem.page_size, 1, 256);
 }
@@ -108,7 +111,8 @@ void check_tensors(const V4CompressProblem& problem, const V4CompressTensors& te
   internal::check_range(kOp, "state_slot.shape[0]", requests, 0, problem.max_requests);
   check_tensor(kOp, "page_table", tensors.page_table, DType::kI32, {requests, kAnyExtent});
   check_tensor(kOp, "pool", tensors.pool, DType::kU8, {kAnyExtent, kAnyExtent});
-  const int64_t needed = page_bytes(problem.row_format, problem.page_size, problem.head_dim);
+  const int64_t needed =
+      problem.page_size * internal::row_bytes(problem.row_format, problem.head_dim);
   if (tensors.pool.shape[1] < needed) {
     internal::invalid(kOp, "pool.shape[1] = " + std::to_string(tensors.pool.shape[1]) +
                                " page bytes, expected at least " + std::to_string(needed));

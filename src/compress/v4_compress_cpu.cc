@@ -4,6 +4,8 @@
 // These need the helpers of simd.h.
 #include "src/core/fp8_tile_simd.h"
 #include "src/core/simd_math.h"
+// This needs fp8_tile_simd.h.
+#include "src/core/v4_row_simd.h"
 
 #include <algorithm>
 #include <cmath>
@@ -139,6 +141,10 @@ void pack(const V4CompressProblem& problem, const CompressView& view, int32_t sl
           const bf16_t* x) {
   if (problem.row_format == RowFormat::kBf16) {
     std::memcpy(view.pool.record(slot, 2 * view.dim), x, static_cast<size_t>(2 * view.dim));
+    return;
+  }
+  if (problem.row_format == RowFormat::kV4) {
+    pack_v4_row_simd(x, view.pool.v4_data(slot), view.pool.v4_scales(slot));
     return;
   }
   const bf16_t* const from[] = {x};

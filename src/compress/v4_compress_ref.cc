@@ -6,6 +6,7 @@
 #include "fovea/numeric.h"
 #include "src/compress/v4_compress_impl.h"
 #include "src/core/fp8_tile.h"
+#include "src/core/v4_row.h"
 
 namespace fovea::internal {
 namespace {
@@ -95,6 +96,10 @@ void pack(const V4CompressProblem& problem, const CompressView& view, int32_t sl
           const bf16_t* x) {
   if (problem.row_format == RowFormat::kBf16) {
     std::memcpy(view.pool.record(slot, 2 * view.dim), x, static_cast<size_t>(2 * view.dim));
+    return;
+  }
+  if (problem.row_format == RowFormat::kV4) {
+    pack_v4_row(x, view.pool.v4_data(slot), view.pool.v4_scales(slot));
     return;
   }
   const float scale = quantize_tile(x, view.dim, index_tile_scale, problem.scale_mode,

@@ -28,6 +28,8 @@ std::string_view to_string(RowFormat format) noexcept {
       return "v32";
     case RowFormat::kI132:
       return "i132";
+    case RowFormat::kV4:
+      return "v4";
     case RowFormat::kF576:
       return "f576";
   }

@@ -24,6 +24,19 @@ static_assert(kV32RowBytes == 656);
 inline constexpr int64_t kI132Width = 128;
 FOVEA_HOST_DEVICE constexpr int64_t i132_row_bytes(int64_t width) { return width + 4; }
 
+/// v4: 448 e4m3 codes, one ue8m0 scale per 64 of them, 64 bf16 rope values. A page holds all data
+/// rows (codes, then rope), then all scale rows (7 scales and a byte that is written 0 and never
+/// read).
+inline constexpr int64_t kV4LatentDim = 448;
+inline constexpr int64_t kV4TileDim = 64;
+inline constexpr int64_t kV4NumTiles = kV4LatentDim / kV4TileDim;
+inline constexpr int64_t kV4RopeDim = 64;
+inline constexpr int64_t kV4Width = kV4LatentDim + kV4RopeDim;
+inline constexpr int64_t kV4DataBytes = kV4LatentDim + 2 * kV4RopeDim;
+inline constexpr int64_t kV4ScaleBytes = kV4NumTiles + 1;
+inline constexpr int64_t kV4RowBytes = kV4DataBytes + kV4ScaleBytes;
+static_assert(kV4RowBytes == 584);
+
 /// f576: 576 e4m3 codes of x / k_scale; the scale belongs to the cache, not to the row.
 inline constexpr int64_t kF576Width = 576;
 
@@ -36,10 +49,18 @@ FOVEA_HOST_DEVICE constexpr int64_t row_bytes(RowFormat format, int64_t width) {
       return kV32RowBytes;
     case RowFormat::kI132:
       return i132_row_bytes(width);
+    case RowFormat::kV4:
+      return kV4RowBytes;
     case RowFormat::kF576:
       return kF576Width;
   }
   return 0;
+}
+
+/// Bytes of one token in the first of the two regions of a page; 0: a token is one record.
+FOVEA_HOST_DEVICE constexpr int64_t first_region_bytes(RowFormat format, int64_t width) {
+  if (format == RowFormat::kI132) return width;
+  return format == RowFormat::kV4 ? kV4DataBytes : 0;
 }
 
 /// Tokens of a paged pool, addressed by slot = page * page_size + offset; byte offsets are 64 bits
@@ -69,6 +90,10 @@ struct PagedRows {
   FOVEA_HOST_DEVICE Byte* i132_codes(int32_t slot, int64_t width) const { return at(slot, width); }
   FOVEA_HOST_DEVICE Byte* i132_scale(int32_t slot, int64_t width) const {
     return at(slot, 4, page_size * width);
+  }
+  FOVEA_HOST_DEVICE Byte* v4_data(int32_t slot) const { return at(slot, kV4DataBytes); }
+  FOVEA_HOST_DEVICE Byte* v4_scales(int32_t slot) const {
+    return at(slot, kV4ScaleBytes, page_size * kV4DataBytes);
   }
 };
 

@@ -21,6 +21,9 @@ TEST(PageBytes, FollowsTheLayouts) {
   EXPECT_EQ(page_bytes(RowFormat::kI132, 64, 128), 8448);
   EXPECT_EQ(page_bytes(RowFormat::kI132, 1, 128), 132);
   EXPECT_EQ(page_bytes(RowFormat::kI132, 4, 64), 4 * 68);
+  EXPECT_EQ(page_bytes(RowFormat::kV4, 2, 512), 1728);
+  EXPECT_EQ(page_bytes(RowFormat::kV4, 64, 512), 37440);
+  EXPECT_EQ(page_bytes(RowFormat::kV4, 256, 512), 149760);
 }
 
 TEST(PageBytes, RefusesWhatTheFormatsDoNotHave) {
@@ -30,6 +33,7 @@ TEST(PageBytes, RefusesWhatTheFormatsDoNotHave) {
   EXPECT_THROW(page_bytes(RowFormat::kV32, 64, 512), Error);
   EXPECT_THROW(page_bytes(RowFormat::kI132, 64, -1), Error);
   EXPECT_THROW(page_bytes(RowFormat::kF576, 64, 512), Error);
+  EXPECT_THROW(page_bytes(RowFormat::kV4, 64, 576), Error);
   EXPECT_THROW(page_bytes(RowFormat::kBf16, 64, std::numeric_limits<int64_t>::max()), Error);
 }
 

@@ -60,6 +60,9 @@ struct Pool {
     if (format == RowFormat::kI132) {
       run(j * width, width);
       run(page_size * width + 4 * j, 4);
+    } else if (format == RowFormat::kV4) {
+      run(576 * j, 576);
+      run(page_size * 576 + 8 * j, 8);
     } else {
       const int64_t record = page_bytes(format, 1, width);
       run(j * record, record);

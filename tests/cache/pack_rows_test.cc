@@ -58,6 +58,43 @@ TEST_P(PackRowsTest, V32BytesFollowTheDefinition) {
   }
 }
 
+TEST_P(PackRowsTest, V4KeepsDataFirstAndScalesLastInEveryPage) {
+  const int64_t num_rows = 40;
+  const std::vector<bf16_t> rows = hostile_rows(RowFormat::kV4, num_rows, 512);
+  const Tensor src = Tensor::bf16({num_rows, 512}, rows);
+  std::vector<int32_t> slot_values;
+  for (int32_t i = 0; i < 40; ++i) slot_values.push_back(39 - i);
+  const Tensor slots = Tensor::i32({num_rows}, slot_values);
+  for (const int64_t page_size : {1, 5, 40}) {
+    for (const ScaleMode mode : kModes) {  // changes nothing
+      Tensor pool(DType::kU8, {num_rows / page_size, page_size * 584});
+      pool.fill_bytes(0xEE);
+      pack({num_rows, RowFormat::kV4, page_size, 512, mode}, {src, slots, pool},
+           GetParam().options());
+      for (int64_t i = 0; i < num_rows; ++i) {
+        const int64_t slot = slot_values[static_cast<size_t>(i)];
+        const uint8_t* page = pool.data<uint8_t>() + slot / page_size * page_size * 584;
+        const uint8_t* data = page + slot % page_size * 576;
+        const uint8_t* scales = page + page_size * 576 + slot % page_size * 8;
+        const bf16_t* x = rows.data() + i * 512;
+        for (int64_t g = 0; g < 7; ++g) {
+          const auto tile = expected_tile(x + 64 * g, 64, RowFormat::kV4, ScaleMode::kPow2);
+          ASSERT_EQ(std::ldexp(1.0f, scales[g] - 127), tile.scale) << "row " << i << " tile " << g;
+          ASSERT_EQ(std::vector<uint8_t>(data + 64 * g, data + 64 * (g + 1)), tile.codes)
+              << "row " << i << " tile " << g;
+        }
+        ASSERT_EQ(scales[7], 0);
+        ASSERT_EQ(std::memcmp(data + 448, x + 448, 128), 0);
+      }
+    }
+  }
+  // A zero tile has the smallest scale, 2^-13.
+  Tensor pool(DType::kU8, {1, 584});
+  pack({1, RowFormat::kV4, 1, 512}, {Tensor(DType::kBf16, {1, 512}), Tensor::i32({1}, {0}), pool},
+       GetParam().options());
+  EXPECT_EQ(int{pool.bytes()[576]}, 114);
+}
+
 TEST_P(PackRowsTest, I132KeepsCodesFirstAndScalesLastInEveryPage) {
   const int64_t num_rows = 60;
   for (const int64_t width : {128, 64, 36}) {
@@ -208,9 +245,11 @@ TEST_P(PackRowsTest, SkipsSlotsOutsideThePoolAndTouchesNothingElse) {
         const auto within = [&](int64_t from, int64_t count) {
           return in_page >= from && in_page < from + count;
         };
-        owned = owned || (format == RowFormat::kI132
-                              ? within(j * width, width) || within(3 * width + 4 * j, 4)
-                              : within(j * bytes / 3, bytes / 3));
+        owned =
+            owned ||
+            (format == RowFormat::kI132 ? within(j * width, width) || within(3 * width + 4 * j, 4)
+             : format == RowFormat::kV4 ? within(j * 576, 576) || within(3 * 576 + 8 * j, 8)
+                                        : within(j * bytes / 3, bytes / 3));
       }
       if (!owned) {
         ASSERT_EQ(memory.bytes()[i], 0xA5) << "byte " << i << " of " << to_string(format);

@@ -20,9 +20,12 @@ namespace fovea::test {
 
 inline constexpr ScaleMode kModes[] = {ScaleMode::kFp32, ScaleMode::kPow2};
 inline constexpr RowFormat kFormats[] = {RowFormat::kBf16, RowFormat::kV32, RowFormat::kI132,
-                                         RowFormat::kF576};
+                                         RowFormat::kV4, RowFormat::kF576};
 
-inline int64_t width_of(RowFormat format) { return format == RowFormat::kI132 ? 128 : 576; }
+inline int64_t width_of(RowFormat format) {
+  if (format == RowFormat::kV4) return 512;
+  return format == RowFormat::kI132 ? 128 : 576;
+}
 
 inline void pack(const RowCodecProblem& problem, const PackRowsTensors& tensors,
                  const Options& options, int threads = 1) {
@@ -121,11 +124,14 @@ inline std::vector<bf16_t> hostile_rows(RowFormat format, int64_t num_rows, int6
   Rng rng(12);
   std::vector<bf16_t> rows = rng.bf16_normals(num_rows * width);
   size_t next = 0;
-  const int64_t quantised = format == RowFormat::kV32 ? 512 : width;
+  const int64_t quantised = format == RowFormat::kV32  ? 512
+                            : format == RowFormat::kV4 ? 448
+                                                       : width;
+  const int64_t step = format == RowFormat::kV4 ? 64 : 128;
   for (int64_t i = 0; i < num_rows; ++i) {
-    for (int64_t d = 0; d < quantised; d += 128, ++next) {
+    for (int64_t d = 0; d < quantised; d += step, ++next) {
       const auto& tile = tiles[next % tiles.size()];
-      std::copy_n(tile.begin(), std::min<int64_t>(128, quantised - d),
+      std::copy_n(tile.begin(), std::min<int64_t>(step, quantised - d),
                   rows.begin() + i * width + d);
     }
   }
@@ -174,5 +180,5 @@ inline constexpr std::pair<RowFormat, int64_t> kFarPages[] = {
     {RowFormat::kBf16, 29'128},  {RowFormat::kBf16, 58'255},  {RowFormat::kBf16, 116'509},
     {RowFormat::kV32, 51'151},   {RowFormat::kV32, 102'301},  {RowFormat::kI132, 254'200},
     {RowFormat::kI132, 254'201}, {RowFormat::kI132, 508'401}, {RowFormat::kF576, 58'255},
-    {RowFormat::kF576, 116'509}};
+    {RowFormat::kF576, 116'509}, {RowFormat::kV4, 57'359},    {RowFormat::kV4, 114'718}};
 }  // namespace fovea::test

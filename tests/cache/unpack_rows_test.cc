@@ -88,6 +88,37 @@ TEST_P(UnpackRowsTest, DecodesEveryCodeAtAnyScale) {
   }
 }
 
+TEST_P(UnpackRowsTest, DecodesEveryCodeOfV4AtEveryScale) {
+  // Row i: tile g has the scale byte (i + 37 g) mod 256; codes of every value; the pad byte and the
+  // rope hold anything.
+  Tensor pool(DType::kU8, {256, 584}), out(DType::kBf16, {256, 512});
+  out.fill_bytes(0xFF);
+  test::Rng rng(17);
+  std::vector<int32_t> slots(256);
+  for (int32_t i = 0; i < 256; ++i) {
+    slots[static_cast<size_t>(i)] = i;
+    uint8_t* row = pool.data<uint8_t>() + 584 * i;
+    for (int d = 0; d < 584; ++d) row[d] = static_cast<uint8_t>(rng.next());
+    for (int d = 0; d < 448; ++d) row[d] = static_cast<uint8_t>(d * 5 + i);
+    for (int g = 0; g < 7; ++g) row[576 + g] = static_cast<uint8_t>(i + 37 * g);
+  }
+  unpack({256, RowFormat::kV4, 1, 512}, {pool, Tensor::i32({256}, slots), out},
+         GetParam().options());
+  for (int64_t i = 0; i < 256; ++i) {
+    const uint8_t* row = pool.data<uint8_t>() + 584 * i;
+    const bf16_t* found = out.data<bf16_t>() + 512 * i;
+    for (int64_t d = 0; d < 448; ++d) {
+      const int code = row[576 + d / 64];
+      const float scale =
+          code == 255 ? std::numeric_limits<float>::quiet_NaN() : std::ldexp(1.0f, code - 127);
+      const float value = e4m3_to_float(row[d]) * scale;
+      const uint16_t expected = std::isnan(value) ? uint16_t{0x7FC0} : bf16_from_float(value).bits;
+      ASSERT_EQ(found[d].bits, expected) << "row " << i << " channel " << d;
+    }
+    ASSERT_EQ(std::memcmp(found + 448, row + 448, 128), 0);  // rope, whatever its bits
+  }
+}
+
 TEST_P(UnpackRowsTest, DecodesEveryCodeOfF576AtTheScaleOfTheCache) {
   Tensor pool(DType::kU8, {2, 576}), out(DType::kBf16, {2, 576});
   // The first row has no NaN code, the second one has.

@@ -20,9 +20,8 @@ struct MoveParams {
   const int32_t* dst_slots;
   int64_t num_tokens;
   int64_t token_bytes;
-  int64_t width;
-  bool is_i132;
-  uint8_t* tokens;  // [num_tokens, token_bytes]
+  int64_t first_bytes;  // of a token in the first of two regions; 0: one record
+  uint8_t* tokens;      // [num_tokens, token_bytes]
 };
 
 template <bool kAligned>
@@ -49,9 +48,10 @@ __global__ void __launch_bounds__(kThreads) move(const __grid_constant__ MovePar
   };
   const int32_t slot = kIntoPool ? dst : src;
   uint8_t* const token = params.tokens + i * params.token_bytes;
-  if (params.is_i132) {
-    part(params.pool.i132_codes(slot, params.width), token, params.width);
-    part(params.pool.i132_scale(slot, params.width), token + params.width, 4);
+  if (params.first_bytes > 0) {
+    const int64_t first = params.first_bytes, second = params.token_bytes - first;
+    part(params.pool.at(slot, first), token, first);
+    part(params.pool.at(slot, second, params.pool.page_size * first), token + first, second);
   } else {
     part(params.pool.record(slot, params.token_bytes), token, params.token_bytes);
   }
@@ -68,8 +68,7 @@ void move_rows_cuda_portable(const MoveRowsProblem& problem, const Device& devic
   params.dst_slots = static_cast<const int32_t*>(tensors.dst_slots.data);
   params.num_tokens = tensors.src_slots.shape[0];
   params.token_bytes = row_bytes(problem.row_format, problem.width);
-  params.width = problem.width;
-  params.is_i132 = problem.row_format == RowFormat::kI132;
+  params.first_bytes = first_region_bytes(problem.row_format, problem.width);
   params.tokens = static_cast<uint8_t*>(workspace.data);
   const bool aligned = cuda::is_aligned(params.pool.data, 4) &&
                        params.pool.page_stride_bytes % 4 == 0 && params.token_bytes % 4 == 0;

@@ -147,6 +147,20 @@ __global__ void __launch_bounds__(kThreads) pack(const __grid_constant__ PackPar
       }
       break;
     }
+    case RowFormat::kV4: {
+      uint8_t* const data = params.pool.v4_data(slot);
+      uint8_t* const scales = params.pool.v4_scales(slot);
+      for (int64_t tile = 0; tile < kV4NumTiles; ++tile) {
+        const int64_t begin = tile * kV4TileDim;
+        const float amax = tile_max<kAligned>(row, begin, begin + kV4TileDim);
+        const float scale = latent_tile_scale(amax, ScaleMode::kPow2);
+        encode<kAligned>(row, begin, begin + kV4TileDim, scale, data + begin);
+        if (first_lane) scales[tile] = ue8m0_from_float(scale);
+      }
+      if (first_lane) scales[kV4NumTiles] = 0;
+      copy_bf16<kAligned>(row, kV4LatentDim, kV4Width, data + kV4LatentDim);
+      break;
+    }
     case RowFormat::kF576:
       encode<kAligned>(row, 0, kF576Width, codec.k_scale, params.pool.record(slot, kF576Width));
       break;
@@ -227,6 +241,16 @@ __global__ void __launch_bounds__(kThreads) unpack(const __grid_constant__ Unpac
       decode<kAligned>(params.pool.i132_codes(slot, codec.width), codec.width,
                        cuda::load_float<kAligned>(params.pool.i132_scale(slot, codec.width)), out);
       break;
+    case RowFormat::kV4: {
+      const uint8_t* const data = params.pool.v4_data(slot);
+      const uint8_t* const scales = params.pool.v4_scales(slot);
+      for (int64_t tile = 0; tile < kV4NumTiles; ++tile) {
+        decode<kAligned>(data + tile * kV4TileDim, kV4TileDim, ue8m0_to_float(scales[tile]),
+                         out + tile * kV4TileDim);
+      }
+      read_bf16<kAligned>(data + kV4LatentDim, kV4RopeDim, out + kV4LatentDim);
+      break;
+    }
     case RowFormat::kF576:
       decode<kAligned>(params.pool.record(slot, kF576Width), kF576Width, codec.k_scale, out);
       break;

@@ -160,6 +160,31 @@ __global__ void __launch_bounds__(kThreads) complete_rows(const __grid_constant_
     }
     return;
   }
+  if (params.format == RowFormat::kV4) {
+    // A warp takes a tile at a time, a lane two of its channels.
+    const int lane = threadIdx.x % kWarpThreads;
+    uint8_t* const data = view.pool.v4_data(slot);
+    uint8_t* const scales = view.pool.v4_scales(slot);
+    for (int tile = threadIdx.x / kWarpThreads; tile < kV4NumTiles;
+         tile += kThreads / kWarpThreads) {
+      const int first = tile * static_cast<int>(kV4TileDim) + 2 * lane;
+      const bf16_t x[2] = {bf16_from_float(e[first]), bf16_from_float(e[first + 1])};
+      float amax = tile_amax(x, 2);
+      for (int step = kWarpThreads / 2; step > 0; step /= 2) {
+        amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, step));
+      }
+      const float scale = latent_tile_scale(amax, ScaleMode::kPow2);
+      data[first] = e4m3_from_float(bf16_to_float(x[0]) / scale);
+      data[first + 1] = e4m3_from_float(bf16_to_float(x[1]) / scale);
+      if (lane == 0) scales[tile] = ue8m0_from_float(scale);
+    }
+    if (threadIdx.x == 0) scales[kV4NumTiles] = 0;
+    if (threadIdx.x < kV4RopeDim) {
+      store_bytes(bf16_from_float(e[kV4LatentDim + threadIdx.x]).bits, 2,
+                  data + kV4LatentDim + 2 * threadIdx.x);
+    }
+    return;
+  }
   float amax = 0;
   for (int64_t i = threadIdx.x; i < view.dim; i += kThreads) {
     const bf16_t x = bf16_from_float(e[i]);
