@@ -8,13 +8,12 @@ namespace fovea::cli {
 namespace {
 
 RowFormat bind_row_format(OperatorCall& call) {
-  return call.choice<RowFormat>("row_format",
-                                {{"bf16", RowFormat::kBf16},
-                                 {"v32", RowFormat::kV32},
-                                 {"i132", RowFormat::kI132},
-                                 {"v4", RowFormat::kV4},
-                                 {"f576", RowFormat::kF576}},
-                                std::nullopt, {"r512"});
+  return call.choice<RowFormat>("row_format", {{"bf16", RowFormat::kBf16},
+                                               {"v32", RowFormat::kV32},
+                                               {"i132", RowFormat::kI132},
+                                               {"v4", RowFormat::kV4},
+                                               {"r512", RowFormat::kR512},
+                                               {"f576", RowFormat::kF576}});
 }
 
 // Required where it changes bytes and the format has no default of its own: packing i132 rows.
@@ -25,7 +24,7 @@ ScaleMode bind_scale_mode(OperatorCall& call, bool is_required) {
                                 is_required ? kNoDefault : ScaleMode::kFp32);
 }
 
-void refuse_later_fields(OperatorCall& call) { call.later_tensor("inv_scale", "r512 rows"); }
+constexpr char kInvScale[] = "bf16|f32 [S, 1]";
 
 bool is_bf16_pool(const OperatorCall& call, RowFormat format) {
   return format == RowFormat::kBf16 && call.dtype_of("pool") == DType::kBf16;
@@ -34,8 +33,8 @@ bool is_bf16_pool(const OperatorCall& call, RowFormat format) {
 // Channels of the rows of a u8 pool.
 int64_t bind_width(OperatorCall& call, RowFormat format) {
   if (format == RowFormat::kBf16) return call.integer("width");
-  const int64_t width = format == RowFormat::kI132 ? 128 : format == RowFormat::kV4 ? 512 : 576;
-  return call.integer("width", width);
+  const bool is_512 = format == RowFormat::kV4 || format == RowFormat::kR512;
+  return call.integer("width", format == RowFormat::kI132 ? 128 : is_512 ? 512 : 576);
 }
 
 constexpr char kRowsPool[] = "bf16 [S, D]";
@@ -44,7 +43,6 @@ constexpr char kBytePool[] = "u8 [pages, page_bytes]";
 }  // namespace
 
 void run_pack_rows(OperatorCall& call) {
-  refuse_later_fields(call);
   RowCodecProblem problem;
   problem.row_format = bind_row_format(call);
   problem.scale_mode = bind_scale_mode(call, problem.row_format == RowFormat::kI132);
@@ -59,6 +57,8 @@ void run_pack_rows(OperatorCall& call) {
   } else {
     problem.page_size = call.integer("page_size");
     tensors.pool = call.update("pool", kBytePool);
+    if (problem.row_format == RowFormat::kR512)
+      tensors.inv_scale = call.update("inv_scale", kInvScale);
   }
   problem.max_rows = call.extent("N");
   problem.width = call.extent("D") + (tensors.rope.defined() ? 64 : 0);
@@ -67,7 +67,6 @@ void run_pack_rows(OperatorCall& call) {
 }
 
 void run_unpack_rows(OperatorCall& call) {
-  refuse_later_fields(call);
   RowCodecProblem problem;
   problem.row_format = bind_row_format(call);
   problem.scale_mode = bind_scale_mode(call, false);  // readers take the scale that is stored
@@ -81,6 +80,7 @@ void run_unpack_rows(OperatorCall& call) {
   } else {
     problem.page_size = call.integer("page_size");
     tensors.pool = call.in("pool", kBytePool);
+    if (problem.row_format == RowFormat::kR512) tensors.inv_scale = call.in("inv_scale", kInvScale);
     problem.width = bind_width(call, problem.row_format);
   }
   call.set_extent("width", problem.width, "params.width");
@@ -91,7 +91,6 @@ void run_unpack_rows(OperatorCall& call) {
 }
 
 void run_move_rows(OperatorCall& call) {
-  refuse_later_fields(call);
   MoveRowsProblem problem;
   problem.row_format = bind_row_format(call);
   MoveRowsTensors tensors;

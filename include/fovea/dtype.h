@@ -48,10 +48,11 @@ enum class RowFormat : uint8_t {
           ///< (index keys).
   kV4,  ///< 584 B per token, two regions of a page: 448 e4m3 and 64 bf16 rope values; then 7 ue8m0
         ///< scales (DeepSeek-V4 latent).
+  kR512,  ///< 512 B: 512 e4m3 of x / inv_scale[slot]; the scales are a tensor beside the pool.
   kF576,  ///< 576 B: 576 e4m3 of x / k_scale, one scale for the whole cache, kept by the caller.
 };
 
-/// "bf16", "v32", "i132", "v4", "f576".
+/// "bf16", "v32", "i132", "v4", "r512", "f576".
 FOVEA_API std::string_view to_string(RowFormat format) noexcept;
 
 /// How the scale of an fp8 tile is chosen from the tile's largest magnitude.

@@ -10,8 +10,8 @@
 namespace fovea {
 
 struct MoveRowsProblem {
-  int64_t max_rows = 0;  ///< Upper bound of N.
-  RowFormat row_format = RowFormat::kBf16;
+  int64_t max_rows = 0;                     ///< Upper bound of N.
+  RowFormat row_format = RowFormat::kBf16;  ///< Any but kR512.
   int64_t page_size = 0;  ///< Tokens per page, 1..256; 0 for a pool given as bf16 [S, D].
   int64_t width = 0;      ///< Channels of a row, as in RowCodecProblem.
 };

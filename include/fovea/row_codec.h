@@ -11,11 +11,11 @@ namespace fovea {
 
 /// Bytes that `page_size` tokens of a format take in a page: page_size * 2 * width (kBf16),
 /// page_size * 656 (kV32), page_size * (width + 4) (kI132), page_size * 584 rounded up to a
-/// multiple of 576 (kV4; the operators take pages without that padding too), page_size * 576
-/// (kF576). A pool's page may be longer, the surplus is never touched. `width` is the number of
-/// channels: 576 for kV32 and kF576, 512 for kV4, 128 in models for kI132, any for kBf16 (576 or
-/// 512 in models). Throws Error(kInvalidArgument) for page_size outside 1..256 or a width the
-/// format does not have.
+/// multiple of 576 (kV4; the operators take pages without that padding too), page_size * 512
+/// (kR512: the codes alone), page_size * 576 (kF576). A pool's page may be longer, the surplus is
+/// never touched. `width` is the number of channels: 576 for kV32 and kF576, 512 for kV4 and kR512,
+/// 128 in models for kI132, any for kBf16 (576 or 512 in models). Throws Error(kInvalidArgument)
+/// for page_size outside 1..256 or a width the format does not have.
 FOVEA_API int64_t page_bytes(RowFormat format, int64_t page_size, int64_t width);
 
 /// Problem of pack_rows and unpack_rows.
@@ -23,7 +23,7 @@ struct RowCodecProblem {
   int64_t max_rows = 0;  ///< Upper bound of N.
   RowFormat row_format = RowFormat::kBf16;
   int64_t page_size = 0;  ///< Tokens per page, 1..256; 0 for a pool given as bf16 [S, D].
-  int64_t width = 0;      ///< Channels D of a row; 576 for kV32 and kF576, 512 for kV4.
+  int64_t width = 0;      ///< Channels D of a row; 576 for kV32 and kF576, 512 for kV4 and kR512.
   ScaleMode scale_mode = ScaleMode::kFp32;  ///< kV32, kI132; others and unpack_rows ignore it.
   float k_scale = 1;  ///< kF576: the scale of the whole cache, finite and > 0; others ignore it.
 };
@@ -33,6 +33,9 @@ struct PackRowsTensors {
   ConstTensorView slots;      ///< i32 [N]; page * page_size + offset; outside the pool: skipped
   TensorView pool;            ///< u8 [pages, >= page_bytes]; kBf16 also as bf16 [S, D]
   ConstTensorView rope = {};  ///< optional: bf16 [N, 64], the last 64 channels
+  /// kR512 only: bf16 or f32 [pages * page_size, 1], the scale of every slot; written for the slots
+  /// of the call.
+  TensorView inv_scale = {};
 };
 
 /// Scatters bf16 rows into the slots of a paged pool, quantising as the format says:
@@ -42,8 +45,9 @@ struct PackRowsTensors {
 ///           they are
 ///   kI132   one tile over all D channels: scale and e4m3(x / scale)
 ///   kV4     per tile of 64 of the first 448 channels: a power-of-two scale, whatever scale_mode
-///   says,
-///           and e4m3(x / scale); the last 64 as they are
+///           says, and e4m3(x / scale); the last 64 as they are
+///   kR512   one scale over all 512 channels, max(amax, 1e-12) / 448 rounded to the type of
+///           inv_scale, and e4m3(x / scale) with that rounded scale
 ///   kF576   e4m3(x / k_scale) of all 576 channels, saturating at +-448; no scale is stored
 ///
 /// With `rope` a row is src[i] | rope[i], each where the model left it: the bytes are those of
@@ -60,8 +64,8 @@ struct PackRowsTensors {
 /// Same inputs: the same bytes, for any number of threads. plan() throws Error(kInvalidArgument)
 /// for a page size, width or k_scale outside the table; run() compares the tensors with the plan,
 /// and refuses a pool whose pages or rows overlap. Thread-safe while no slot is written by two runs
-/// at once. Source of the layouts: DeepSeek-V3.2's published cache formats, restated in
-/// docs/formats.md.
+/// at once. Source of the layouts: the published cache formats of DeepSeek-V3.2 and
+/// DeepSeek-V4, restated in docs/formats.md.
 class FOVEA_API PackRows : public OperatorPlan<RowCodecProblem, PackRowsTensors> {
  public:
   static PackRows plan(const RowCodecProblem& problem, const Device& device,
@@ -75,6 +79,7 @@ struct UnpackRowsTensors {
   ConstTensorView pool;   ///< as in PackRowsTensors
   ConstTensorView slots;  ///< i32 [N]; repeats are fine; outside the pool: the row is zeros
   TensorView out;         ///< bf16 [N, D]
+  ConstTensorView inv_scale = {};  ///< kR512 only: as in PackRowsTensors
 };
 
 /// Gathers rows of a paged pool as bf16: bf16(code * scale), the product in fp32, one rounding;

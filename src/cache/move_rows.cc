@@ -57,6 +57,11 @@ void check_tensors(const MoveRowsProblem& problem, const MoveRowsTensors& tensor
 
 MoveRows MoveRows::plan(const MoveRowsProblem& problem, const Device& device,
                         const Options& options) {
+  if (problem.row_format == RowFormat::kR512) {
+    internal::invalid(kOp,
+                      "row_format = r512, whose scales lie in another tensor; move its pages as "
+                      "bf16 rows of width 256 and inv_scale as a bf16 pool [S, 1] (fp32: [S, 2])");
+  }
   internal::check_codec_problem(kOp, codec_problem(problem));
   // The workspace and its rounding must be countable.
   constexpr int64_t kMaxBytes = std::numeric_limits<int64_t>::max() / 2;

@@ -49,6 +49,9 @@ void check_tensors(const RowCodecProblem& problem, const PackRowsTensors& tensor
           ? problem.width
           : problem.page_size * internal::row_bytes(problem.row_format, problem.width);
   internal::check_no_overlap(kOp, "pool", tensors.pool, page_elements);
+  internal::check_codec_scales(kOp, problem, tensors.pool, tensors.inv_scale);
+  if (tensors.inv_scale.defined())
+    internal::check_no_overlap(kOp, "inv_scale", tensors.inv_scale, 1);
 }
 
 }  // namespace

@@ -26,6 +26,7 @@ struct PackContext {
   ScaleMode mode;
   float k_scale;
   Accessor<const bf16_t, 2> rope;  // null: the rows of src are whole
+  RowScales<uint8_t> scales;       // r512
 
   // The rope part of a row of kV32Width channels, whose other channels are src.row(i).
   const bf16_t* rope_of(int64_t i) const { return rope ? rope.row(i) : src.row(i) + kV32LatentDim; }
@@ -128,6 +129,20 @@ void pack_v4_rows(const PackContext& context, int64_t begin, int64_t end) {
   }
 }
 
+// One tile over the row, so that the scale rule sees the whole of it.
+void pack_r512_rows(const PackContext& context, int64_t begin, int64_t end) {
+  const TileScaleRule rule = context.scales.is_bf16 ? row_scale_bf16 : row_scale_fp32;
+  for (int64_t i = begin; i < end; ++i) {
+    if (!context.takes(i)) continue;
+    const int32_t slot = context.slots(i);
+    const bf16_t* const from[] = {context.src.row(i)};
+    uint8_t* const to[] = {context.pool.record(slot, kR512Width)};
+    float scales[1];
+    quantize_tiles_simd(from, kR512Width, rule, context.mode, to, scales);
+    context.scales.set(slot, scales[0]);
+  }
+}
+
 template <int kRows>
 HWY_INLINE void pack_i132(const PackContext& context, const int64_t (&rows)[kRows]) {
   const bf16_t* from[kRows];
@@ -180,6 +195,9 @@ void pack_piece(RowFormat format, const PackContext& context, int64_t begin, int
     case RowFormat::kV4:
       pack_v4_rows(context, begin, end);
       break;
+    case RowFormat::kR512:
+      pack_r512_rows(context, begin, end);
+      break;
     case RowFormat::kF576:
       pack_f576_rows<kStream>(context, begin, end);
       break;
@@ -203,7 +221,8 @@ void pack_rows(const RowCodecProblem& problem, const Device& device,
                             problem.width,
                             problem.scale_mode,
                             problem.k_scale,
-                            access<const bf16_t, 2>(tensors.rope)};
+                            access<const bf16_t, 2>(tensors.rope),
+                            row_scales<uint8_t>(tensors.inv_scale)};
   const bool stream = may_stream(context, row_bytes(problem.row_format, problem.width));
   const ThreadScope threads(device.num_threads);
   // 32 rows take some microseconds: enough to pay for a task, few enough to balance.

@@ -28,6 +28,7 @@ void pack_rows_ref(const RowCodecProblem& problem, const Device&, const PackRows
   const auto slots = access<const int32_t, 1>(tensors.slots);
   const auto pool = paged_rows<uint8_t>(tensors.pool, problem.page_size);
   const auto rope = access<const bf16_t, 2>(tensors.rope);
+  const auto scales = row_scales<uint8_t>(tensors.inv_scale);
   const int64_t width = problem.width;
   bf16_t joined[kV32Width];
   for (int64_t i = 0; i < slots.shape[0]; ++i) {
@@ -54,6 +55,11 @@ void pack_rows_ref(const RowCodecProblem& problem, const Device&, const PackRows
       }
       case RowFormat::kV4:
         pack_v4_row(x, pool.v4_data(slot), pool.v4_scales(slot));
+        break;
+      case RowFormat::kR512:
+        scales.set(slot,
+                   quantize_tile(x, kR512Width, scales.is_bf16 ? row_scale_bf16 : row_scale_fp32,
+                                 problem.scale_mode, pool.record(slot, kR512Width)));
         break;
       case RowFormat::kF576:
         encode_tile(x, kF576Width, problem.k_scale, pool.record(slot, kF576Width));

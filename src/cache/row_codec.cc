@@ -17,6 +17,8 @@ void check_width(const char* op, RowFormat format, int64_t width) {
     internal::check_range(op, "width (v32)", width, internal::kV32Width, internal::kV32Width);
   } else if (format == RowFormat::kV4) {
     internal::check_range(op, "width (v4)", width, internal::kV4Width, internal::kV4Width);
+  } else if (format == RowFormat::kR512) {
+    internal::check_range(op, "width (r512)", width, internal::kR512Width, internal::kR512Width);
   } else if (format == RowFormat::kF576) {
     internal::check_range(op, "width (f576)", width, internal::kF576Width, internal::kF576Width);
   } else {
@@ -63,6 +65,18 @@ void check_codec_pool(const char* op, const RowCodecProblem& problem, const Cons
                     " bytes per page: " + std::to_string(problem.page_size) + " rows of " +
                     std::string(to_string(problem.row_format)));
   }
+}
+
+void check_codec_scales(const char* op, const RowCodecProblem& problem, const ConstTensorView& pool,
+                        const ConstTensorView& inv_scale) {
+  if (problem.row_format != RowFormat::kR512) {
+    if (!inv_scale.defined()) return;
+    invalid(op, "inv_scale = " + to_string(inv_scale) +
+                    " with row_format = " + std::string(to_string(problem.row_format)) +
+                    ", expected none: only r512 rows keep their scales beside the pool");
+  }
+  const DType type = inv_scale.dtype == DType::kBf16 ? DType::kBf16 : DType::kF32;
+  check_tensor(op, "inv_scale", inv_scale, type, {pool.shape[0] * problem.page_size, 1});
 }
 
 void check_codec_rows(const char* op, const RowCodecProblem& problem, const ConstTensorView& slots,

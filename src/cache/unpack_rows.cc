@@ -21,6 +21,7 @@ const internal::OperatorRegistration kRegistration("cache", kOp, [] {
 
 void check_tensors(const RowCodecProblem& problem, const UnpackRowsTensors& tensors) {
   internal::check_codec_pool(kOp, problem, tensors.pool);
+  internal::check_codec_scales(kOp, problem, tensors.pool, tensors.inv_scale);
   internal::check_codec_rows(kOp, problem, tensors.slots, "out", tensors.out, problem.width);
   internal::check_no_overlap(kOp, "out", tensors.out, problem.width);
 }

@@ -23,6 +23,7 @@ struct UnpackContext {
   Accessor<bf16_t, 2> out;
   int64_t width;
   float k_scale;
+  RowScales<const uint8_t> scales;  // r512
 };
 
 template <bool kStream>
@@ -79,12 +80,13 @@ HWY_INLINE void unpack_v4(const uint8_t* data, const uint8_t* scale_codes, bf16_
   }
 }
 
-template <bool kStream>
-HWY_INLINE void unpack_f576(const uint8_t* record, float k_scale, bf16_t* out) {
+// A row of codes with one scale.
+template <bool kStream, int64_t kWidth>
+HWY_INLINE void unpack_codes(const uint8_t* record, float scale, bf16_t* out) {
   const uint8_t* const codes[] = {record};
-  const float scales[] = {k_scale};
+  const float scales[] = {scale};
   bf16_t* const to[] = {out};
-  dequantize_tiles_simd<kStream>(codes, kF576Width, scales, to);
+  dequantize_tiles_simd<kStream>(codes, kWidth, scales, to);
 }
 
 template <bool kStream>
@@ -124,7 +126,11 @@ void unpack_piece(const UnpackContext& context, int64_t begin, int64_t end) {
     } else if constexpr (kFormat == RowFormat::kV4) {
       unpack_v4<kStream>(context.pool.v4_data(slot), context.pool.v4_scales(slot), out);
     } else if constexpr (kFormat == RowFormat::kF576) {
-      unpack_f576<kStream>(context.pool.record(slot, kF576Width), context.k_scale, out);
+      unpack_codes<kStream, kF576Width>(context.pool.record(slot, kF576Width), context.k_scale,
+                                        out);
+    } else if constexpr (kFormat == RowFormat::kR512) {
+      unpack_codes<kStream, kR512Width>(context.pool.record(slot, kR512Width),
+                                        context.scales.get(slot), out);
     } else {
       unpack_i132<kStream>(context, slot, out);
     }
@@ -154,7 +160,10 @@ void unpack_rows(const RowCodecProblem& problem, const Device& device,
                  const UnpackRowsTensors& tensors) {
   const UnpackContext context{paged_rows<const uint8_t>(tensors.pool, problem.page_size),
                               access<const int32_t, 1>(tensors.slots),
-                              access<bf16_t, 2>(tensors.out), problem.width, problem.k_scale};
+                              access<bf16_t, 2>(tensors.out),
+                              problem.width,
+                              problem.k_scale,
+                              row_scales<const uint8_t>(tensors.inv_scale)};
   const ThreadScope threads(device.num_threads);
   switch (problem.row_format) {
     case RowFormat::kBf16:
@@ -168,6 +177,9 @@ void unpack_rows(const RowCodecProblem& problem, const Device& device,
       break;
     case RowFormat::kV4:
       unpack_format<RowFormat::kV4>(context);
+      break;
+    case RowFormat::kR512:
+      unpack_format<RowFormat::kR512>(context);
       break;
     case RowFormat::kF576:
       unpack_format<RowFormat::kF576>(context);

@@ -38,6 +38,7 @@ void unpack_rows_ref(const RowCodecProblem& problem, const Device&,
   const auto pool = paged_rows<const uint8_t>(tensors.pool, problem.page_size);
   const auto slots = access<const int32_t, 1>(tensors.slots);
   const auto out = access<bf16_t, 2>(tensors.out);
+  const auto scales = row_scales<const uint8_t>(tensors.inv_scale);
   const int64_t width = problem.width;
   for (int64_t i = 0; i < slots.shape[0]; ++i) {
     const int32_t slot = slots(i);
@@ -59,6 +60,9 @@ void unpack_rows_ref(const RowCodecProblem& problem, const Device&,
         break;
       case RowFormat::kV4:
         unpack_v4(pool.v4_data(slot), pool.v4_scales(slot), row);
+        break;
+      case RowFormat::kR512:
+        dequantize_tile(pool.record(slot, kR512Width), kR512Width, scales.get(slot), row);
         break;
       case RowFormat::kF576:
         dequantize_tile(pool.record(slot, kF576Width), kF576Width, problem.k_scale, row);

@@ -30,6 +30,8 @@ std::string_view to_string(RowFormat format) noexcept {
       return "i132";
     case RowFormat::kV4:
       return "v4";
+    case RowFormat::kR512:
+      return "r512";
     case RowFormat::kF576:
       return "f576";
   }

@@ -8,8 +8,8 @@
 #include "fovea/numeric.h"
 
 /// Tiles of e4m3 codes with one scale: the rules every codec follows, in plain loops. A tile is a
-/// run of channels that share a scale (128 in v32 and i132). src/core/fp8_tile_simd.h gives the
-/// same bits in vectors.
+/// run of channels that share a scale (64 in v4, 128 in v32 and i132, 512 in r512).
+/// src/core/fp8_tile_simd.h gives the same bits in vectors.
 ///
 ///   code = e4m3(x / scale), an IEEE fp32 division;  value = bf16(code * scale), an fp32 product
 ///
@@ -39,6 +39,15 @@ FOVEA_HOST_DEVICE inline float latent_tile_scale(float amax, ScaleMode mode) {
 FOVEA_HOST_DEVICE inline float index_tile_scale(float amax, ScaleMode mode) {
   const float scale = std::max(amax, 1e-4f) / kE4m3Max;
   return mode == ScaleMode::kPow2 ? round_up_to_pow2(scale) : scale;
+}
+
+/// Scale of a whole row (r512) with the type it is stored in: codes are quotients by the rounded
+/// scale, as readers multiply with that one. A zero row has a positive scale. The mode is ignored.
+FOVEA_HOST_DEVICE inline float row_scale_fp32(float amax, ScaleMode) {
+  return std::max(amax, 1e-12f) / kE4m3Max;
+}
+FOVEA_HOST_DEVICE inline float row_scale_bf16(float amax, ScaleMode mode) {
+  return bf16_to_float(bf16_from_float(row_scale_fp32(amax, mode)));
 }
 
 /// How a format derives a tile's scale.

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "fovea/dtype.h"
+#include "fovea/numeric.h"
 #include "fovea/tensor.h"
 
 /// Byte layouts of packed rows (docs/formats.md) and the addresses of their parts.
@@ -37,6 +38,9 @@ inline constexpr int64_t kV4ScaleBytes = kV4NumTiles + 1;
 inline constexpr int64_t kV4RowBytes = kV4DataBytes + kV4ScaleBytes;
 static_assert(kV4RowBytes == 584);
 
+/// r512: 512 e4m3 codes; the scale of a row is an element of a tensor beside the pool.
+inline constexpr int64_t kR512Width = 512;
+
 /// f576: 576 e4m3 codes of x / k_scale; the scale belongs to the cache, not to the row.
 inline constexpr int64_t kF576Width = 576;
 
@@ -51,6 +55,8 @@ FOVEA_HOST_DEVICE constexpr int64_t row_bytes(RowFormat format, int64_t width) {
       return i132_row_bytes(width);
     case RowFormat::kV4:
       return kV4RowBytes;
+    case RowFormat::kR512:
+      return kR512Width;
     case RowFormat::kF576:
       return kF576Width;
   }
@@ -85,7 +91,7 @@ struct PagedRows {
     return data + page * page_stride_bytes + region_offset + offset * bytes;
   }
 
-  /// The record of a bf16, v32 or f576 row.
+  /// The record of a bf16, v32, r512 or f576 row.
   FOVEA_HOST_DEVICE Byte* record(int32_t slot, int64_t bytes) const { return at(slot, bytes); }
   FOVEA_HOST_DEVICE Byte* i132_codes(int32_t slot, int64_t width) const { return at(slot, width); }
   FOVEA_HOST_DEVICE Byte* i132_scale(int32_t slot, int64_t width) const {
@@ -96,6 +102,38 @@ struct PagedRows {
     return at(slot, kV4ScaleBytes, page_size * kV4DataBytes);
   }
 };
+
+/// The scales of r512 rows, bf16 or fp32, by slot. Byte is const for readers.
+template <class Byte>
+struct RowScales {
+  Byte* data = nullptr;  // null: rows that have none
+  int64_t stride_bytes = 0;
+  bool is_bf16 = false;
+
+  FOVEA_HOST_DEVICE Byte* at(int32_t slot) const { return data + slot * stride_bytes; }
+  FOVEA_HOST_DEVICE float get(int32_t slot) const {
+    if (is_bf16) return bf16_to_float(*reinterpret_cast<const bf16_t*>(at(slot)));
+    return *reinterpret_cast<const float*>(at(slot));
+  }
+  FOVEA_HOST_DEVICE void set(int32_t slot, float scale) const {
+    if (is_bf16) {
+      *reinterpret_cast<bf16_t*>(at(slot)) = bf16_from_float(scale);
+    } else {
+      *reinterpret_cast<float*>(at(slot)) = scale;
+    }
+  }
+};
+
+/// Views `inv_scale` [S, 1].
+template <class Byte, class View>
+RowScales<Byte> row_scales(const View& inv_scale) {
+  RowScales<Byte> scales;
+  if (!inv_scale.defined()) return scales;
+  scales.data = static_cast<Byte*>(inv_scale.data);
+  scales.stride_bytes = inv_scale.stride[0] * static_cast<int64_t>(size_of(inv_scale.dtype));
+  scales.is_bf16 = inv_scale.dtype == DType::kBf16;
+  return scales;
+}
 
 /// Views a pool: u8 [pages, page_bytes], or bf16 [S, D] (then every row is a page of its own).
 template <class Byte, class View>

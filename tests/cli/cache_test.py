@@ -84,6 +84,25 @@ class PackTest(CommandLineTest):
             self.assertEqual(set(got[begin + 7 : begin + 576]), {codes[-1]})
             self.assertEqual(set(got[:begin] + got[begin + 576 :]), {FILL})
 
+    def test_r512_divides_by_the_stored_scale(self):
+        row = [448.0, 3.0, -448.0] + [0.0] * 509  # bf16(450 / 448) = 1.0078125
+        for kind, first, scale in (("F32", 448.0, 1.0), ("BF16", 450.0, 1.0078125)):
+            tensors = {"src": source([first] + row[1:]), "slots": i32(2), "pool": pool(2, 1024)}
+            tensors["inv_scale"] = Tensor(kind, [4, 1], [7.0] * 4)
+            result, out = self.run_operator("pack_rows", tensors, {"row_format": "r512", "page_size": 2})
+            self.expect(result, 0)
+            self.assertEqual(list(out["inv_scale"].values), [7.0, 7.0, scale, 7.0])
+            self.assertEqual(list(out["pool"].values[1024:1027]), [0x7E, 0x44, 0xFE])
+            self.assertEqual(set(out["pool"].values[:1024]), {FILL})
+            again = {"pool": out["pool"], "slots": i32(2, -1), "inv_scale": out["inv_scale"]}
+            result, out = self.run_operator("unpack_rows", again, {"row_format": "r512", "page_size": 2})
+            self.expect(result, 0)
+            back = list(out["out"].values)
+            self.assertEqual(back[512:], [0.0] * 512)
+            if kind == "F32":
+                self.assertEqual(back[:512], row)
+        self.expect_refused("pack_rows", tensors | {"inv_scale": Tensor("F32", [3, 1])}, {"row_format": "r512", "page_size": 2}, "inv_scale")
+
     def test_rope_in_a_tensor_of_its_own(self):
         latent, rope = [float(i % 7) for i in range(512)], [float(i) for i in range(64)]
         for row_format, row_bytes in (("bf16", 1152), ("v32", 656), ("f576", 576)):
@@ -118,9 +137,7 @@ class PackTest(CommandLineTest):
         self.expect_refused("pack_rows", good, V32, "width", "576")
         self.expect_refused("pack_rows", good | {"slots": i32(0, 1)}, I132, "slots", "N = 1")
         self.expect_refused("pack_rows", good | {"src": Tensor("F32", [1, 128])}, I132, "src = f32")
-        for row_format in ("r512",):
-            self.expect_refused("pack_rows", good, I132 | {"row_format": row_format}, "unsupported", row_format)
-        self.expect_refused("pack_rows", good | {"inv_scale": Tensor("F32", [2, 1])}, I132, "unsupported", "inv_scale")
+        self.expect_refused("pack_rows", good | {"inv_scale": Tensor("F32", [2, 1])}, I132, "inv_scale")
         rows = {"src": source([1.0] * 576), "slots": i32(0), "pool": pool(1, 576)}
         for k_scale in (0, -1, "1"):
             self.expect_refused("pack_rows", rows, F576 | {"k_scale": k_scale}, "k_scale")

@@ -50,6 +50,7 @@ struct PackParams {
   const bf16_t* rope;
   int64_t rope_stride;
   PagedRows<uint8_t> pool;
+  RowScales<uint8_t> scales;  // r512
 };
 
 __device__ float finite_magnitude(bf16_t x) {
@@ -161,6 +162,14 @@ __global__ void __launch_bounds__(kThreads) pack(const __grid_constant__ PackPar
       copy_bf16<kAligned>(row, kV4LatentDim, kV4Width, data + kV4LatentDim);
       break;
     }
+    case RowFormat::kR512: {
+      const float amax = tile_max<kAligned>(row, 0, kR512Width);
+      const float scale = params.scales.is_bf16 ? row_scale_bf16(amax, codec.mode)
+                                                : row_scale_fp32(amax, codec.mode);
+      encode<kAligned>(row, 0, kR512Width, scale, params.pool.record(slot, kR512Width));
+      if (first_lane) params.scales.set(slot, scale);
+      break;
+    }
     case RowFormat::kF576:
       encode<kAligned>(row, 0, kF576Width, codec.k_scale, params.pool.record(slot, kF576Width));
       break;
@@ -170,6 +179,7 @@ __global__ void __launch_bounds__(kThreads) pack(const __grid_constant__ PackPar
 struct UnpackParams {
   CodecParams codec;
   PagedRows<const uint8_t> pool;
+  RowScales<const uint8_t> scales;  // r512
   bf16_t* out;
   int64_t out_stride;
 };
@@ -251,6 +261,10 @@ __global__ void __launch_bounds__(kThreads) unpack(const __grid_constant__ Unpac
       read_bf16<kAligned>(data + kV4LatentDim, kV4RopeDim, out + kV4LatentDim);
       break;
     }
+    case RowFormat::kR512:
+      decode<kAligned>(params.pool.record(slot, kR512Width), kR512Width, params.scales.get(slot),
+                       out);
+      break;
     case RowFormat::kF576:
       decode<kAligned>(params.pool.record(slot, kF576Width), kF576Width, codec.k_scale, out);
       break;
@@ -290,6 +304,7 @@ void pack_rows_cuda_portable(const RowCodecProblem& problem, const Device& devic
   params.rope = static_cast<const bf16_t*>(tensors.rope.data);
   params.rope_stride = tensors.rope.defined() ? tensors.rope.stride[0] : 0;
   params.pool = paged_rows<uint8_t>(tensors.pool, problem.page_size);
+  params.scales = row_scales<uint8_t>(tensors.inv_scale);
   const bool aligned = pool_is_aligned(problem, params.pool.data, params.pool.page_stride_bytes) &&
                        rows_are_aligned(tensors.src) && rows_are_aligned(tensors.rope);
   cuda::launch("pack_rows", aligned ? pack<true> : pack<false>,
@@ -302,6 +317,7 @@ void unpack_rows_cuda_portable(const RowCodecProblem& problem, const Device& dev
   UnpackParams params{};
   params.codec = codec_params(problem, tensors.slots);
   params.pool = paged_rows<const uint8_t>(tensors.pool, problem.page_size);
+  params.scales = row_scales<const uint8_t>(tensors.inv_scale);
   params.out = static_cast<bf16_t*>(tensors.out.data);
   params.out_stride = tensors.out.stride[0];
   const bool aligned = pool_is_aligned(problem, params.pool.data, params.pool.page_stride_bytes) &&
