@@ -510,10 +510,19 @@ class Chain {
           }
         }
       } else {
+        // Two sums a logit: a product waits for the one before it.
+        MmaC odd[2] = {};
 #pragma unroll
         for (int d = 0; d < kDeep; ++d) {
 #pragma unroll
-          for (int u = 0; u < 2; ++u) multiply(queries_[d], keys[u][d], logits[u]);
+          for (int u = 0; u < 2; ++u) {
+            multiply(queries_[d], keys[u][d], d % 2 == 0 ? logits[u] : odd[u]);
+          }
+        }
+#pragma unroll
+        for (int u = 0; u < 2; ++u) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) logits[u].x[i] += odd[u].x[i];
         }
         // The keys of the next step arrive during the rest of this one.
         if (!steps.done()) load_keys(steps.step(), keys);
