@@ -253,8 +253,8 @@ class Run {
       for (int64_t h = 0; h < unit.num_heads; ++h) {
         const int64_t pair = (i - first) * unit_.row_pairs + h;
         if (q_is_fp8_) {
-          bf16_t* const decoded = scratch.codes + pair * kF576Channels;
-          kernel_.unpack_row(RowFormat::kF576, q_codes_.row(t, unit.first_head + h), kF576Channels,
+          bf16_t* const decoded = scratch.codes + pair * kF576Width;
+          kernel_.unpack_row(RowFormat::kF576, {q_codes_.row(t, unit.first_head + h)}, kF576Width,
                              decoded);
           pairs[pair] = decoded;
         } else {

@@ -1,5 +1,6 @@
 #include "fovea/sparse_mla.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <string>
@@ -22,10 +23,20 @@ internal::Refusal refuse_logit_cap(const SparseMlaProblem& problem) {
   return "has no logit_cap, got " + std::to_string(problem.logit_cap);
 }
 
+// Rows whose scales lie apart, page tables and the inverse rotation are not in the kernel yet.
+internal::Refusal cuda_supports(const SparseMlaProblem& problem) {
+  for (const RowFormat format : {problem.row_format, *problem.extra_row_format}) {
+    if (format == RowFormat::kV4 || format == RowFormat::kR512)
+      return "has no rows of " + std::string(to_string(format));
+  }
+  if (problem.extra_max_pages > 0) return "has no page table as second segment";
+  if (problem.inverse_rope_dim > 0) return "has no inverse rotation";
+  return internal::sparse_mla_cuda_supports(problem);
+}
+
 constexpr internal::Implementation<SparseMlaProblem, SparseMlaTensors> kImplementations[] = {
-    {"cuda_portable", DeviceKind::kCuda, internal::cuda_available,
-     internal::sparse_mla_cuda_supports, internal::sparse_mla_cuda_workspace, nullptr,
-     internal::sparse_mla_cuda_portable},
+    {"cuda_portable", DeviceKind::kCuda, internal::cuda_available, cuda_supports,
+     internal::sparse_mla_cuda_workspace, nullptr, internal::sparse_mla_cuda_portable},
     {"cpu_avx512bf16", DeviceKind::kCpu, internal::sparse_mla_cpu_avx512bf16_available,
      refuse_logit_cap, internal::sparse_mla_cpu_avx512bf16_workspace,
      internal::sparse_mla_cpu_avx512bf16},
@@ -45,9 +56,8 @@ void check_cache_problem(const std::string& prefix, RowFormat format, int64_t pa
   const std::string row_format = prefix + "row_format";
   const std::string name = prefix + "page_size";
   constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
-  if (format != RowFormat::kBf16 && format != RowFormat::kV32 && format != RowFormat::kF576) {
-    internal::invalid(
-        kOp, row_format + " = " + std::string(to_string(format)) + ", expected bf16, v32 or f576");
+  if (format == RowFormat::kI132) {
+    internal::invalid(kOp, row_format + " = i132, expected bf16, v32, v4, r512 or f576");
   }
   internal::check_range(kOp, name.c_str(), page_size, 0, kMax);
   if (format == RowFormat::kBf16) return;
@@ -56,7 +66,12 @@ void check_cache_problem(const std::string& prefix, RowFormat format, int64_t pa
     internal::invalid(
         kOp, name + " = 0, but " + packed + " needs a packed pool; give the tokens per page");
   }
-  if (head_dim_qk != 576) {
+  const bool is_512 = format == RowFormat::kV4 || format == RowFormat::kR512;
+  if (is_512 && head_dim_qk != 512) {
+    internal::invalid(kOp, "head_dim_qk = " + std::to_string(head_dim_qk) + ", but " + packed +
+                               " needs 512; use bf16, v32 or f576 rows for 576 channels");
+  }
+  if (!is_512 && head_dim_qk != 576) {
     internal::invalid(kOp, "head_dim_qk = " + std::to_string(head_dim_qk) + ", but " + packed +
                                " needs 576; append zeros as the rope part of q or use bf16");
   }
@@ -82,6 +97,22 @@ void check_scales(const SparseMlaProblem& problem) {
   if (!std::isfinite(product) || product == 0) {
     internal::invalid(kOp, "softmax_scale * q_scale * k_scale = " + std::to_string(product) +
                                " leaves the range of fp32");
+  }
+}
+
+// What extends the lists: a page table, the inverse rotation.
+void check_extensions(const SparseMlaProblem& problem) {
+  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
+  internal::check_range(kOp, "extra_max_pages", problem.extra_max_pages, 0, kMax);
+  internal::check_range(kOp, "inverse_rope_dim", problem.inverse_rope_dim, 0, kLatentDim);
+  if (problem.inverse_rope_dim % 2 != 0) {
+    internal::invalid(kOp, "inverse_rope_dim = " + std::to_string(problem.inverse_rope_dim) +
+                               ", expected an even number of channels");
+  }
+  if (problem.inverse_rope_dim > 0 && problem.head_dim_qk != kLatentDim) {
+    internal::invalid(kOp, "inverse_rope_dim = " + std::to_string(problem.inverse_rope_dim) +
+                               " with head_dim_qk = " + std::to_string(problem.head_dim_qk) +
+                               ", whose values hold no rope part; expected head_dim_qk = 512");
   }
 }
 
@@ -113,19 +144,29 @@ SparseMlaProblem check_problem(SparseMlaProblem problem) {
   check_cache_problem("extra_", *problem.extra_row_format, *problem.extra_page_size,
                       problem.head_dim_qk);
   check_scales(problem);
+  check_extensions(problem);
   return problem;
 }
 
-void check_cache(const std::string& prefix, const ConstTensorView& kv, RowFormat format,
-                 int64_t page_size, int64_t head_dim_qk) {
+void check_cache(const std::string& prefix, const ConstTensorView& kv,
+                 const ConstTensorView& inv_scale, RowFormat format, int64_t page_size,
+                 int64_t head_dim_qk) {
   using internal::kAnyExtent;
-  const std::string name = prefix + "kv";
+  const std::string name = prefix + "kv", scale_name = prefix + "inv_scale";
+  if (format != RowFormat::kR512 && inv_scale.defined()) {
+    internal::invalid(kOp, scale_name + " is given, but rows of " + std::string(to_string(format)) +
+                               " carry their own scale");
+  }
   if (page_size == 0) {
     internal::check_tensor(kOp, name.c_str(), kv, DType::kBf16, {kAnyExtent, head_dim_qk});
     return;
   }
   internal::check_tensor(kOp, name.c_str(), kv, DType::kU8, {kAnyExtent, kAnyExtent});
-  const int64_t needed = page_size * internal::sparse_mla_row_bytes(format, head_dim_qk);
+  if (format == RowFormat::kR512) {
+    const DType type = inv_scale.dtype == DType::kBf16 ? DType::kBf16 : DType::kF32;
+    internal::check_tensor(kOp, scale_name.c_str(), inv_scale, type, {kv.shape[0] * page_size, 1});
+  }
+  const int64_t needed = page_size * internal::row_bytes(format, head_dim_qk);
   if (kv.shape[1] < needed) {
     internal::invalid(kOp, name + ".shape[1] = " + std::to_string(kv.shape[1]) +
                                " page bytes, expected at least " + std::to_string(needed) + " (" +
@@ -134,18 +175,59 @@ void check_cache(const std::string& prefix, const ConstTensorView& kv, RowFormat
   }
 }
 
-void check_extra(const SparseMlaProblem& problem, const SparseMlaTensors& tensors, int64_t rows) {
-  if (!tensors.extra_kv.defined() && !tensors.extra_indices.defined() && problem.extra_topk == 0) {
-    if (tensors.extra_topk_length.defined())
-      internal::invalid(kOp, "extra_topk_length is given without extra_kv and extra_indices");
-    return;
+// The keys of the second cache as the leading ones of a request.
+void check_page_table(const SparseMlaProblem& problem, const SparseMlaTensors& tensors,
+                      int64_t rows) {
+  using internal::check_tensor;
+  if (tensors.extra_indices.defined() || tensors.extra_topk_length.defined()) {
+    internal::invalid(kOp,
+                      "extra_indices or extra_topk_length is given, but the plan has "
+                      "extra_max_pages > 0; give extra_page_table, extra_len and row_to_request");
   }
-  internal::check_tensor(kOp, "extra_indices", tensors.extra_indices, DType::kI32,
-                         {rows, problem.extra_topk});
-  check_cache("extra_", tensors.extra_kv, *problem.extra_row_format, *problem.extra_page_size,
-              problem.head_dim_qk);
-  internal::check_optional(kOp, "extra_topk_length", tensors.extra_topk_length, DType::kI32,
-                           {rows});
+  check_tensor(kOp, "extra_page_table", tensors.extra_page_table, DType::kI32,
+               {internal::kAnyExtent, problem.extra_max_pages});
+  check_tensor(kOp, "extra_len", tensors.extra_len, DType::kI32, {rows});
+  check_tensor(kOp, "row_to_request", tensors.row_to_request, DType::kI32, {rows});
+}
+
+void check_extra(const SparseMlaProblem& problem, const SparseMlaTensors& tensors, int64_t rows) {
+  if (problem.extra_max_pages > 0) {
+    check_page_table(problem, tensors, rows);
+  } else if (tensors.extra_page_table.defined() || tensors.extra_len.defined() ||
+             tensors.row_to_request.defined()) {
+    internal::invalid(kOp,
+                      "extra_page_table, extra_len or row_to_request is given, but the plan has "
+                      "extra_max_pages = 0; plan with the columns of the table");
+  } else if (!tensors.extra_kv.defined() && !tensors.extra_indices.defined() &&
+             problem.extra_topk == 0) {
+    if (tensors.extra_topk_length.defined() || tensors.extra_inv_scale.defined()) {
+      internal::invalid(
+          kOp, "extra_topk_length or extra_inv_scale is given without extra_kv and extra_indices");
+    }
+    return;
+  } else {
+    internal::check_tensor(kOp, "extra_indices", tensors.extra_indices, DType::kI32,
+                           {rows, problem.extra_topk});
+    internal::check_optional(kOp, "extra_topk_length", tensors.extra_topk_length, DType::kI32,
+                             {rows});
+  }
+  check_cache("extra_", tensors.extra_kv, tensors.extra_inv_scale, *problem.extra_row_format,
+              *problem.extra_page_size, problem.head_dim_qk);
+}
+
+void check_rotation(const SparseMlaProblem& problem, const SparseMlaTensors& tensors,
+                    int64_t rows) {
+  if (problem.inverse_rope_dim == 0) {
+    if (!tensors.inverse_rope.defined() && !tensors.positions.defined()) return;
+    internal::invalid(kOp,
+                      "inverse_rope or positions is given, but the plan has inverse_rope_dim = 0; "
+                      "plan with the width of the table");
+  }
+  internal::check_tensor(kOp, "inverse_rope", tensors.inverse_rope, DType::kF32,
+                         {internal::kAnyExtent, problem.inverse_rope_dim});
+  internal::check_range(kOp, "inverse_rope.shape[0]", tensors.inverse_rope.shape[0], 1,
+                        std::numeric_limits<int64_t>::max());
+  internal::check_tensor(kOp, "positions", tensors.positions, DType::kI32, {rows});
 }
 
 void check_schedule(const SparseMlaProblem& problem, const SparseMlaTensors& tensors,
@@ -175,12 +257,14 @@ void check_tensors(const SparseMlaProblem& problem, const SparseMlaTensors& tens
   }
   const int64_t rows = tensors.q.shape[0];
   internal::check_range(kOp, "q.shape[0]", rows, 0, problem.max_rows);
-  check_cache("", tensors.kv, problem.row_format, problem.page_size, problem.head_dim_qk);
+  check_cache("", tensors.kv, tensors.inv_scale, problem.row_format, problem.page_size,
+              problem.head_dim_qk);
   check_tensor(kOp, "indices", tensors.indices, DType::kI32, {rows, problem.topk});
   check_optional(kOp, "topk_length", tensors.topk_length, DType::kI32, {rows});
   check_optional(kOp, "sink", tensors.sink, DType::kF32, {heads});
   check_extra(problem, tensors, rows);
   check_schedule(problem, tensors, rows);
+  check_rotation(problem, tensors, rows);
   check_tensor(kOp, "out", tensors.out, DType::kBf16, {rows, heads, kLatentDim});
   check_tensor(kOp, "lse", tensors.lse, DType::kF32, {rows, heads});
   check_optional(kOp, "max_logits", tensors.max_logits, DType::kF32, {rows, heads});
@@ -191,8 +275,8 @@ void check_tensors(const SparseMlaProblem& problem, const SparseMlaTensors& tens
 namespace internal {
 namespace {
 
-SparseMlaSegment make_segment(const ConstTensorView& kv, RowFormat format, int64_t page_size,
-                              int64_t head_dim_qk) {
+SparseMlaSegment make_segment(const ConstTensorView& kv, const ConstTensorView& inv_scale,
+                              RowFormat format, int64_t page_size, int64_t head_dim_qk) {
   SparseMlaSegment segment;
   if (!kv.defined()) return segment;
   segment.base = static_cast<const uint8_t*>(kv.data);
@@ -201,22 +285,31 @@ SparseMlaSegment make_segment(const ConstTensorView& kv, RowFormat format, int64
   segment.page_stride_bytes = kv.stride[0] * static_cast<int64_t>(size_of(kv.dtype));
   segment.row_bytes = sparse_mla_row_bytes(format, head_dim_qk);
   segment.format = format;
+  segment.inv_scale = row_scales<const uint8_t>(inv_scale);
   return segment;
 }
 
 }  // namespace
 
 SparseMlaSegment primary_segment(const SparseMlaProblem& problem, const SparseMlaTensors& tensors) {
-  SparseMlaSegment segment =
-      make_segment(tensors.kv, problem.row_format, problem.page_size, problem.head_dim_qk);
+  SparseMlaSegment segment = make_segment(tensors.kv, tensors.inv_scale, problem.row_format,
+                                          problem.page_size, problem.head_dim_qk);
   segment.indices = access<const int32_t, 2>(tensors.indices);
   segment.topk_length = access<const int32_t, 1>(tensors.topk_length);
   return segment;
 }
 
 SparseMlaSegment extra_segment(const SparseMlaProblem& problem, const SparseMlaTensors& tensors) {
-  SparseMlaSegment segment = make_segment(tensors.extra_kv, *problem.extra_row_format,
-                                          *problem.extra_page_size, problem.head_dim_qk);
+  SparseMlaSegment segment =
+      make_segment(tensors.extra_kv, tensors.extra_inv_scale, *problem.extra_row_format,
+                   *problem.extra_page_size, problem.head_dim_qk);
+  if (problem.extra_max_pages > 0) {
+    segment.page_table = access<const int32_t, 2>(tensors.extra_page_table);
+    segment.topk_length = access<const int32_t, 1>(tensors.extra_len);
+    segment.row_to_request = access<const int32_t, 1>(tensors.row_to_request);
+    segment.max_length = std::min(problem.extra_topk, problem.extra_max_pages * segment.page_size);
+    return segment;
+  }
   segment.indices = access<const int32_t, 2>(tensors.extra_indices);
   segment.topk_length = access<const int32_t, 1>(tensors.extra_topk_length);
   return segment;

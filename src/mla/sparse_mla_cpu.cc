@@ -78,22 +78,34 @@ HWY_INLINE void decode_bf16(const uint8_t* from, int64_t count, float* to) {
     hn::Store(load_bf16(d, reinterpret_cast<const bf16_t*>(from) + i), d, to + i);
 }
 
-HWY_INLINE void decode_row(RowFormat format, const uint8_t* row, int64_t head_dim_qk, float* to) {
-  if (format == RowFormat::kBf16) {
-    decode_bf16(row, head_dim_qk, to);
-    return;
+HWY_INLINE void decode_row(RowFormat format, const LatentKey& key, int64_t head_dim_qk, float* to) {
+  const uint8_t* const row = key.row;
+  switch (format) {
+    case RowFormat::kF576:
+      dequantize_tile_to_floats(row, kF576Width, 1.0f, to);
+      return;
+    case RowFormat::kR512:
+      dequantize_tile_to_floats(row, kR512Width, r512_scale(key.scales), to);
+      return;
+    case RowFormat::kV4:
+      for (int64_t tile = 0; tile < kV4NumTiles; ++tile) {
+        dequantize_tile_to_floats(row + tile * kV4TileDim, kV4TileDim, v4_scale(key.scales, tile),
+                                  to + tile * kV4TileDim);
+      }
+      decode_bf16(row + kV4LatentDim, kV4RopeDim, to + kV4LatentDim);
+      return;
+    case RowFormat::kV32:
+      for (int64_t tile = 0; tile < kV32NumTiles; ++tile) {
+        float scale;
+        std::memcpy(&scale, row + kV32ScaleOffset + tile * 4, sizeof(scale));
+        dequantize_tile_to_floats(row + tile * kV32TileDim, kV32TileDim, scale,
+                                  to + tile * kV32TileDim);
+      }
+      decode_bf16(row + kV32RopeOffset, kV32RopeDim, to + kLatentDim);
+      return;
+    default:
+      decode_bf16(row, head_dim_qk, to);
   }
-  if (format == RowFormat::kF576) {
-    dequantize_tile_to_floats(row, kF576Channels, 1.0f, to);
-    return;
-  }
-  for (int64_t tile = 0; tile < kV32NumScales; ++tile) {
-    float scale;
-    std::memcpy(&scale, row + kV32ScaleOffset + tile * 4, sizeof(scale));
-    dequantize_tile_to_floats(row + tile * kV32TileChannels, kV32TileChannels, scale,
-                              to + tile * kV32TileChannels);
-  }
-  decode_bf16(row + kV32RopeOffset, kV32RopeChannels, to + kLatentDim);
 }
 
 // logits[k, head] = dot over all channels, for kKeys keys and kVectors vectors of heads. Channels
@@ -292,8 +304,8 @@ void attend_tile(const SparseMlaKernel&, const GroupShape& shape, const KeyTile&
                  const HeadState& state) {
   auto* keys = static_cast<float*>(scratch.tile);
   for (int k = 0; k < tile.num_keys; ++k) {
-    decode_row(k < tile.num_primary ? shape.row_format : shape.extra_row_format, tile.rows[k],
-               shape.head_dim_qk, keys + k * kKeyStride);
+    decode_row(k < tile.num_primary ? shape.row_format : shape.extra_row_format,
+               {tile.rows[k], tile.scales[k]}, shape.head_dim_qk, keys + k * kKeyStride);
   }
   // Steps of the logits (panels of 16 heads meet about 6 keys at a time), then of the values.
   const int64_t num_steps = (shape.padded_heads + 15) / 16 * (tile.num_keys / 6 + 1) *
@@ -320,22 +332,34 @@ void attend_tile(const SparseMlaKernel&, const GroupShape& shape, const KeyTile&
   prefetcher.finish();
 }
 
-void unpack_row(RowFormat format, const uint8_t* row, int64_t head_dim_qk, bf16_t* out) {
-  if (format == RowFormat::kF576) {
-    dequantize_tile_simd(row, kF576Channels, 1.0f, out);
-    return;
+void unpack_row(RowFormat format, const LatentKey& key, int64_t head_dim_qk, bf16_t* out) {
+  const uint8_t* const row = key.row;
+  switch (format) {
+    case RowFormat::kF576:
+      dequantize_tile_simd(row, kF576Width, 1.0f, out);
+      return;
+    case RowFormat::kR512:
+      dequantize_tile_simd(row, kR512Width, r512_scale(key.scales), out);
+      return;
+    case RowFormat::kV4:
+      for (int64_t tile = 0; tile < kV4NumTiles; ++tile) {
+        dequantize_tile_simd(row + tile * kV4TileDim, kV4TileDim, v4_scale(key.scales, tile),
+                             out + tile * kV4TileDim);
+      }
+      std::memcpy(out + kV4LatentDim, row + kV4LatentDim, kV4RopeDim * sizeof(bf16_t));
+      return;
+    case RowFormat::kV32:
+      for (int64_t tile = 0; tile < kV32NumTiles; ++tile) {
+        float scale;
+        std::memcpy(&scale, row + kV32ScaleOffset + tile * 4, sizeof(scale));
+        dequantize_tile_simd(row + tile * kV32TileDim, kV32TileDim, scale,
+                             out + tile * kV32TileDim);
+      }
+      std::memcpy(out + kLatentDim, row + kV32RopeOffset, kV32RopeDim * sizeof(bf16_t));
+      return;
+    default:
+      std::memcpy(out, row, static_cast<size_t>(head_dim_qk) * sizeof(bf16_t));
   }
-  if (format == RowFormat::kBf16) {
-    std::memcpy(out, row, static_cast<size_t>(head_dim_qk) * sizeof(bf16_t));
-    return;
-  }
-  for (int64_t tile = 0; tile < kV32NumScales; ++tile) {
-    float scale;
-    std::memcpy(&scale, row + kV32ScaleOffset + tile * 4, sizeof(scale));
-    dequantize_tile_simd(row + tile * kV32TileChannels, kV32TileChannels, scale,
-                         out + tile * kV32TileChannels);
-  }
-  std::memcpy(out + kLatentDim, row + kV32RopeOffset, kV32RopeChannels * sizeof(bf16_t));
 }
 
 // run = run * exp(run.max - max) + part * exp(part.max - max), with the larger maximum.
@@ -378,6 +402,18 @@ void fold(int64_t heads, bool first, const HeadState& part, const HeadState& run
   }
 }
 
+// The last channels of one head, turned by minus the angles of its row and rounded. `scale` as for
+// the others.
+void store_turned(const HeadOutput& output, const float* values, float scale) {
+  const int64_t half = output.rope_dim / 2, first = kLatentDim - output.rope_dim;
+  for (int64_t i = 0; i < half; ++i) {
+    const float x = scale * values[first + 2 * i], y = scale * values[first + 2 * i + 1];
+    const float cosine = output.rotation[i], sine = output.rotation[half + i];
+    output.out[first + 2 * i] = bf16_from_float(x * cosine + y * sine);
+    output.out[first + 2 * i + 1] = bf16_from_float(y * cosine - x * sine);
+  }
+}
+
 // sum = 0: no key, or none with any weight. sum = NaN: a logit was NaN or +inf.
 void finish(const float* max, const float* sum, const float* values, const HeadOutput& output) {
   constexpr float kInf = std::numeric_limits<float>::infinity();
@@ -396,6 +432,7 @@ void finish(const float* max, const float* sum, const float* values, const HeadO
   for (int64_t i = 0; i < kLatentDim; i += lanes) {
     store_bf16(d, round_to_bf16(d, hn::Mul(hn::Load(d, values + i), scale)), output.out + i);
   }
+  if (output.rotation != nullptr) store_turned(output, values, factor / *sum);
   *output.lse = lse;
   if (output.max_logit != nullptr) *output.max_logit = std::isnan(lse) ? lse : *max;
 }

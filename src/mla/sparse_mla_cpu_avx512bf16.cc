@@ -277,7 +277,7 @@ void attend_tile(const SparseMlaKernel& kernel, const GroupShape& shape, const K
   const Tile buffers = cut_tile(scratch.tile);
   for (int k = 0; k < tile.num_keys; ++k) {
     kernel.unpack_row(k < tile.num_primary ? shape.row_format : shape.extra_row_format,
-                      tile.rows[k], shape.head_dim_qk,
+                      {tile.rows[k], tile.scales[k]}, shape.head_dim_qk,
                       reinterpret_cast<bf16_t*>(buffers.keys + k * kKeyStride));
   }
   interleave_values(buffers.keys, tile.num_keys, buffers.values);

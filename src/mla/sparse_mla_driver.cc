@@ -21,7 +21,7 @@ SparseMlaScratch cut_scratch(const SparseMlaKernel& kernel, int64_t head_dim_qk,
                              int64_t heads, WorkspaceCutter& cutter) {
   SparseMlaScratch scratch;
   scratch.query = cutter.take<char>(static_cast<int64_t>(kernel.query_bytes(head_dim_qk, heads)));
-  scratch.codes = cutter.take<bf16_t>(has_codes ? heads * kF576Channels : 0);
+  scratch.codes = cutter.take<bf16_t>(has_codes ? heads * kF576Width : 0);
   scratch.tile = cutter.take<char>(static_cast<int64_t>(kernel.tile_bytes()));
   scratch.logits = cutter.take<float>(kTileKeys * 32);
   scratch.weights = cutter.take<float>(kTileKeys * heads);
@@ -125,7 +125,8 @@ class Run {
         sink_(access<const float, 1>(tensors.sink)),
         out_(access<bf16_t, 3>(tensors.out)),
         lse_(access<float, 2>(tensors.lse)),
-        max_logits_(access<float, 2>(tensors.max_logits)) {
+        max_logits_(access<float, 2>(tensors.max_logits)),
+        rotations_(tensors) {
     WorkspaceCutter cutter(workspace);
     layout_ = cut(kernel, problem, device, cutter);
     follows_ = problem.split_parts > 0 &&
@@ -208,8 +209,8 @@ class Run {
     const bf16_t* heads[kMaxGroupHeads] = {};
     for (int64_t h = 0; h < shape.num_heads; ++h) {
       if (q_is_fp8_) {
-        bf16_t* const decoded = scratch.codes + h * kF576Channels;
-        kernel_.unpack_row(RowFormat::kF576, q_codes_.row(t, head + h), kF576Channels, decoded);
+        bf16_t* const decoded = scratch.codes + h * kF576Width;
+        kernel_.unpack_row(RowFormat::kF576, {q_codes_.row(t, head + h)}, kF576Width, decoded);
         heads[h] = decoded;
       } else {
         heads[h] = q_.row(t, head + h);
@@ -369,6 +370,8 @@ class Run {
     output.sink = sink_ ? &sink_(h) : nullptr;
     output.value_scale = problem_.k_scale;
     output.empty_lse = problem_.empty_lse;
+    output.rotation = rotations_.row(t);
+    output.rope_dim = problem_.inverse_rope_dim;
     if (empty)
       kernel_.finish(&kNegInf, &kNoSum, nullptr, output);
     else
@@ -387,6 +390,7 @@ class Run {
   Accessor<bf16_t, 3> out_;
   Accessor<float, 2> lse_;
   Accessor<float, 2> max_logits_;
+  InverseRotations rotations_;
   Layout layout_;
   bool split_ = false;
   bool follows_ = false;  // a split plan that fits these lengths

@@ -73,6 +73,8 @@ struct HeadOutput {
   const float* sink;  // may be null
   float value_scale;  // k_scale
   EmptyLse empty_lse;
+  const float* rotation = nullptr;  // cosines, then sines, of the last rope_dim channels
+  int64_t rope_dim = 0;
 };
 
 struct SparseMlaKernel {
@@ -91,7 +93,7 @@ struct SparseMlaKernel {
   void (*softmax)(const GroupShape& shape, int64_t head, int64_t width, int64_t num_keys,
                   bool first, const SparseMlaScratch& scratch, const HeadState& state);
   /// One row as bf16 [head_dim_qk]; out is 64-byte aligned.
-  void (*unpack_row)(RowFormat format, const uint8_t* row, int64_t head_dim_qk, bf16_t* out);
+  void (*unpack_row)(RowFormat format, const LatentKey& key, int64_t head_dim_qk, bf16_t* out);
   /// run += part; `first`: run = part. `heads` is a multiple of 8.
   void (*fold)(int64_t heads, bool first, const HeadState& part, const HeadState& run);
   /// Output of one head from its sums.

@@ -81,6 +81,7 @@ struct KeyTile {
   int num_keys = 0;
   int num_primary = 0;  // the first ones; the others are rows of the extra cache
   const uint8_t* rows[kTileKeys];
+  uint64_t scales[kTileKeys] = {};  // LatentKey::scales
 };
 
 /// Walks the valid keys of the parts [first_part, end_part) of query row t. A tile never crosses a
@@ -115,10 +116,11 @@ class TileReader {
   void fill(const SparseMlaSegment& segment, int64_t first, int64_t end, int64_t limit,
             KeyTile* tile) {
     if (slot_ < first || slot_ >= end) return;
-    const int32_t* indices = segment.indices.row(t_);
     for (; slot_ < std::min(end, limit) && tile->num_keys < kTileKeys; ++slot_) {
-      const uint8_t* row = segment.row(indices[slot_ - first]);
-      if (row != nullptr) tile->rows[tile->num_keys++] = row;
+      const LatentKey key = segment.key(t_, slot_ - first);
+      if (key.row == nullptr) continue;
+      tile->rows[tile->num_keys] = key.row;
+      tile->scales[tile->num_keys++] = key.scales;
     }
     if (slot_ >= limit) slot_ = end;
   }

@@ -52,12 +52,56 @@ HeadFormula apply_formula(const SparseMlaProblem& problem, const std::vector<dou
 
 int64_t latent_row_bytes(RowFormat format, int64_t head_dim_qk) {
   if (format == RowFormat::kV32) return kV32Bytes;
-  return format == RowFormat::kF576 ? 576 : 2 * head_dim_qk;
+  if (format == RowFormat::kR512) return 512;
+  return format == RowFormat::kF576 || format == RowFormat::kV4 ? 576 : 2 * head_dim_qk;
 }
 
+int64_t latent_page_bytes(RowFormat format, int64_t head_dim_qk, int64_t page_size) {
+  const int64_t apart = format == RowFormat::kV4 ? 8 : 0;
+  return page_size * (latent_row_bytes(format, head_dim_qk) + apart);
+}
+
+namespace {
+
+void write_v4_row(const std::vector<float>& values, Rng& rng, uint8_t* row, uint8_t* scales,
+                  double* decoded) {
+  for (int64_t d = 0; d < 448; ++d) {
+    // 2^-10 .. 2^-8; the byte after the scales is left as it was.
+    if (d % 64 == 0) scales[d / 64] = static_cast<uint8_t>(rng.integer(117, 119));
+    const auto scale = std::ldexp(1.0f, scales[d / 64] - 127);
+    row[d] = e4m3_from_float(values[static_cast<size_t>(d)] / scale);
+    decoded[d] = static_cast<double>(e4m3_to_float(row[d])) * scale;
+  }
+  for (int64_t d = 448; d < 512; ++d) {
+    const bf16_t value = bf16_from_float(values[static_cast<size_t>(d)]);
+    std::memcpy(row + 448 + (d - 448) * 2, &value, 2);
+    decoded[d] = bf16_to_float(value);
+  }
+}
+
+void write_r512_row(const std::vector<float>& values, Rng& rng, uint8_t* row, ApartScales scales,
+                    double* decoded) {
+  float scale = 0.003f * (0.5f + static_cast<float>(rng.uniform()));
+  if (scales.bf16) {
+    const bf16_t stored = bf16_from_float(scale);
+    std::memcpy(scales.bytes, &stored, 2);
+    scale = bf16_to_float(stored);
+  } else {
+    std::memcpy(scales.bytes, &scale, 4);
+  }
+  for (int64_t d = 0; d < 512; ++d) {
+    row[d] = e4m3_from_float(values[static_cast<size_t>(d)] / scale);
+    decoded[d] = bf16_to_float(bf16_from_float(e4m3_to_float(row[d]) * scale));
+  }
+}
+
+}  // namespace
+
 void write_latent_row(RowFormat format, int64_t head_dim_qk, float k_scale, Rng& rng, uint8_t* row,
-                      double* decoded) {
+                      double* decoded, ApartScales scales) {
   const std::vector<float> values = rng.normals(head_dim_qk, 0.3f);
+  if (format == RowFormat::kV4) return write_v4_row(values, rng, row, scales.bytes, decoded);
+  if (format == RowFormat::kR512) return write_r512_row(values, rng, row, scales, decoded);
   if (format == RowFormat::kF576) {
     for (int64_t d = 0; d < 576; ++d) {
       row[d] = e4m3_from_float(values[static_cast<size_t>(d)] / k_scale);
@@ -154,6 +198,39 @@ SparseMlaCase::SparseMlaCase(const CaseSpec& spec) : spec_(spec) {
       sink.at<float>({h}) = kind < 0.3 ? INFINITY : kind < 0.6 ? -INFINITY : 3 * rng.normal();
     }
   }
+  if (spec.rope_dim > 0) build_rotation(rng);
+}
+
+// Positions before, inside and past the table.
+void SparseMlaCase::build_rotation(Rng& rng) {
+  const int64_t max_pos = 9, half = spec_.rope_dim / 2;
+  inverse_rope = StridedTensor(DType::kF32, {max_pos, spec_.rope_dim}, {0, 5}, 0xFF);
+  positions = StridedTensor(DType::kI32, {spec_.rows}, {0}, 0);
+  for (int64_t p = 0; p < max_pos; ++p) {
+    for (int64_t i = 0; i < half; ++i) {
+      const auto angle = 3.0 * rng.uniform() * static_cast<double>(p);
+      inverse_rope.at<float>({p, i}) = static_cast<float>(std::cos(angle));
+      inverse_rope.at<float>({p, half + i}) = static_cast<float>(std::sin(angle));
+    }
+  }
+  const int32_t special[] = {INT_MIN, -1, 0, 8, 9, INT_MAX};
+  for (int64_t t = 0; t < spec_.rows; ++t) {
+    positions.at<int32_t>({t}) =
+        rng.uniform() < 0.3 ? special[rng.integer(0, 5)] : static_cast<int32_t>(rng.integer(0, 8));
+  }
+}
+
+void SparseMlaCase::turn_back(int64_t t, std::vector<double>& value) const {
+  const int64_t half = spec_.rope_dim / 2;
+  for (int64_t i = 0; i < half; ++i) {
+    const int64_t p = std::clamp(positions.at<int32_t>({t}), 0, 8);
+    const double cosine = inverse_rope.at<float>({p, i});
+    const double sine = inverse_rope.at<float>({p, half + i});
+    double* pair = value.data() + 512 - 2 * half + 2 * i;
+    const double x = pair[0], y = pair[1];
+    pair[0] = cosine * x + sine * y;
+    pair[1] = cosine * y - sine * x;
+  }
 }
 
 void SparseMlaCase::set_q(int64_t t, int64_t h, int64_t d, float value) {
@@ -177,17 +254,55 @@ void SparseMlaCase::build_cache(Cache& cache, const CacheSpec& spec, Rng& rng) {
           ? StridedTensor(DType::kBf16, {spec.num_keys, spec_.head_dim_qk}, {0, 128}, 0xFF)
           : StridedTensor(DType::kU8,
                           {spec.num_keys / spec.page_size,
-                           spec.page_size * latent_row_bytes(spec.format, spec_.head_dim_qk)},
+                           latent_page_bytes(spec.format, spec_.head_dim_qk, spec.page_size)},
                           {0, 19}, 0xFF);
+  if (spec.format == RowFormat::kR512) {
+    cache.inv_scale = StridedTensor(spec.bf16_scale ? DType::kBf16 : DType::kF32,
+                                    {spec.num_keys, 1}, {0, 2}, 0xFF);
+  }
   cache.keys.assign(static_cast<size_t>(spec.num_keys * spec_.head_dim_qk), std::nan(""));
   std::vector<char> referenced(static_cast<size_t>(spec.num_keys), 0);
-  build_lists(cache, rng, referenced);
+  if (spec.max_pages > 0) {
+    build_table(cache, rng);
+  } else {
+    build_lists(cache, rng);
+  }
+  for (int64_t t = 0; t < spec_.rows; ++t) {
+    for (const int64_t key : keys_of(cache, t)) referenced[static_cast<size_t>(key)] = 1;
+  }
   for (int64_t key = 0; key < spec.num_keys; ++key) {
     if (referenced[static_cast<size_t>(key)] != 0) write_key(cache, key, rng);
   }
 }
 
-void SparseMlaCase::build_lists(Cache& cache, Rng& rng, std::vector<char>& referenced) {
+// Tables with pages that are not there and requests that are none; columns past the lengths hold
+// anything.
+void SparseMlaCase::build_table(Cache& cache, Rng& rng) {
+  const CacheSpec& spec = cache.spec;
+  const int64_t requests = 3, pages = spec.num_keys / std::max<int64_t>(1, spec.page_size);
+  const auto count = static_cast<int32_t>(pages);
+  const int32_t bad[] = {-1, INT_MIN, count, INT_MAX, count + 1000};
+  cache.page_table = StridedTensor(DType::kI32, {requests, spec.max_pages}, {0, 3}, 0x7F);
+  for (int64_t r = 0; r < requests; ++r) {
+    for (int64_t column = 0; column < spec.max_pages; ++column) {
+      cache.page_table.at<int32_t>({r, column}) =
+          rng.uniform() < spec_.invalid_share ? bad[rng.integer(0, 4)]
+                                              : static_cast<int32_t>(rng.integer(0, pages - 1));
+    }
+  }
+  cache.row_to_request = StridedTensor(DType::kI32, {spec_.rows}, {0}, 0);
+  cache.length = StridedTensor(DType::kI32, {spec_.rows}, {0}, 0);
+  const int32_t outside[] = {-1, 3, INT_MIN, INT_MAX};
+  const int64_t special[] = {0, -7, INT_MIN, spec.topk, INT_MAX};
+  for (int64_t t = 0; t < spec_.rows; ++t) {
+    cache.row_to_request.at<int32_t>({t}) =
+        rng.uniform() < 0.15 ? outside[rng.integer(0, 3)] : static_cast<int32_t>(rng.integer(0, 2));
+    cache.length.at<int32_t>({t}) = static_cast<int32_t>(
+        rng.uniform() < 0.3 ? special[rng.integer(0, 4)] : rng.integer(0, spec.topk));
+  }
+}
+
+void SparseMlaCase::build_lists(Cache& cache, Rng& rng) {
   const CacheSpec& spec = cache.spec;
   const auto keys = static_cast<int32_t>(spec.num_keys);
   const int32_t bad[] = {INT_MIN,        -123456, -1,         keys,   keys + 114514,
@@ -213,27 +328,64 @@ void SparseMlaCase::build_lists(Cache& cache, Rng& rng, std::vector<char>& refer
         index = bad[rng.integer(0, 8)];
       } else {
         index = any_key();
-        referenced[static_cast<size_t>(index)] = 1;
       }
     }
   }
 }
 
-int64_t SparseMlaCase::list_length(const Cache& cache, int64_t t) const {
-  if (!cache.spec.lengths) return cache.spec.topk;
-  return std::clamp<int64_t>(cache.length.at<int32_t>({t}), 0, cache.spec.topk);
+int64_t SparseMlaCase::list_length(const Cache& cache, int64_t t) {
+  const CacheSpec& spec = cache.spec;
+  if (spec.max_pages > 0) {
+    const int32_t request = cache.row_to_request.at<int32_t>({t});
+    if (request < 0 || request >= 3) return 0;
+    const int64_t most = std::min(spec.topk, spec.max_pages * std::max<int64_t>(1, spec.page_size));
+    return std::clamp<int64_t>(cache.length.at<int32_t>({t}), 0, most);
+  }
+  if (!spec.lengths) return spec.topk;
+  return std::clamp<int64_t>(cache.length.at<int32_t>({t}), 0, spec.topk);
+}
+
+std::vector<int64_t> SparseMlaCase::keys_of(const Cache& cache, int64_t t) {
+  const CacheSpec& spec = cache.spec;
+  std::vector<int64_t> keys;
+  if (spec.num_keys == 0) return keys;
+  const int64_t page_size = std::max<int64_t>(1, spec.page_size);
+  for (int64_t slot = 0; slot < list_length(cache, t); ++slot) {
+    int64_t key = 0;
+    if (spec.max_pages > 0) {
+      const int64_t page =
+          cache.page_table.at<int32_t>({cache.row_to_request.at<int32_t>({t}), slot / page_size});
+      key = page * page_size + slot % page_size;
+    } else {
+      key = cache.indices.at<int32_t>({t, slot});
+    }
+    if (key >= 0 && key < spec.num_keys) keys.push_back(key);
+  }
+  return keys;
+}
+
+std::vector<int64_t> SparseMlaCase::keys_of(int cache, int64_t t) const {
+  return keys_of(caches_[static_cast<size_t>(cache)], t);
 }
 
 void SparseMlaCase::write_key(Cache& cache, int64_t key, Rng& rng) {
   const CacheSpec& spec = cache.spec;
   const int64_t page = spec.page_size == 0 ? key : key / spec.page_size;
-  auto* row =
+  auto* const start =
       static_cast<uint8_t*>(cache.pool.view().data) +
       page * cache.pool.view().stride[0] * static_cast<int64_t>(size_of(cache.pool.view().dtype));
-  if (spec.page_size > 0)
-    row += key % spec.page_size * latent_row_bytes(spec.format, spec_.head_dim_qk);
-  write_latent_row(spec.format, spec_.head_dim_qk, spec_.k_scale, rng, row,
-                   cache.keys.data() + key * spec_.head_dim_qk);
+  const int64_t offset = spec.page_size > 0 ? key % spec.page_size : 0;
+  ApartScales scales;
+  if (spec.format == RowFormat::kV4) scales.bytes = start + spec.page_size * 576 + offset * 8;
+  if (spec.format == RowFormat::kR512) {
+    scales.bf16 = spec.bf16_scale;
+    scales.bytes = spec.bf16_scale
+                       ? reinterpret_cast<uint8_t*>(&cache.inv_scale.at<bf16_t>({key, 0}))
+                       : reinterpret_cast<uint8_t*>(&cache.inv_scale.at<float>({key, 0}));
+  }
+  write_latent_row(spec.format, spec_.head_dim_qk, spec_.k_scale, rng,
+                   start + offset * latent_row_bytes(spec.format, spec_.head_dim_qk),
+                   cache.keys.data() + key * spec_.head_dim_qk, scales);
 }
 
 int32_t& SparseMlaCase::index(int cache, int64_t t, int64_t slot) const {
@@ -261,7 +413,9 @@ SparseMlaProblem SparseMlaCase::problem() const {
   if (spec_.extra.num_keys > 0) {
     problem.extra_row_format = spec_.extra.format;
     problem.extra_page_size = spec_.extra.page_size;
+    problem.extra_max_pages = spec_.extra.max_pages;
   }
+  problem.inverse_rope_dim = spec_.rope_dim;
   problem.empty_lse = spec_.empty_lse;
   problem.logit_cap = spec_.logit_cap;
   if (spec_.q_code_scale > 0) problem.q_scale = spec_.q_code_scale;
@@ -299,10 +453,23 @@ SparseMlaTensors SparseMlaCase::tensors(int64_t begin, int64_t end, Buffers& buf
   if (spec_.primary.lengths) tensors.topk_length = slice_rows(caches_[0].length.view(), begin, end);
   if (spec_.sink) tensors.sink = sink.view();
   if (spec_.extra.num_keys > 0) {
-    tensors.extra_kv = caches_[1].pool.view();
-    tensors.extra_indices = slice_rows(caches_[1].indices.view(), begin, end);
-    if (spec_.extra.lengths)
-      tensors.extra_topk_length = slice_rows(caches_[1].length.view(), begin, end);
+    const Cache& extra = caches_[1];
+    tensors.extra_kv = extra.pool.view();
+    tensors.extra_inv_scale = extra.inv_scale.view();
+    if (spec_.extra.max_pages > 0) {
+      tensors.extra_page_table = extra.page_table.view();
+      tensors.extra_len = slice_rows(extra.length.view(), begin, end);
+      tensors.row_to_request = slice_rows(extra.row_to_request.view(), begin, end);
+    } else {
+      tensors.extra_indices = slice_rows(extra.indices.view(), begin, end);
+      if (spec_.extra.lengths)
+        tensors.extra_topk_length = slice_rows(extra.length.view(), begin, end);
+    }
+  }
+  tensors.inv_scale = caches_[0].inv_scale.view();
+  if (spec_.rope_dim > 0) {
+    tensors.inverse_rope = inverse_rope.view();
+    tensors.positions = slice_rows(positions.view(), begin, end);
   }
   if (spec_.split_parts > 0) {
     buffers.schedule = schedule(begin, end, &buffers.indptr);
@@ -369,6 +536,28 @@ Outputs SparseMlaCase::run_head(const Options& options, int64_t head) {
   return run(problem, tensors, options, 1);
 }
 
+Outputs SparseMlaCase::run_with_lists(const Options& options) {
+  SparseMlaProblem problem = this->problem();
+  problem.extra_max_pages = 0;
+  Buffers buffers;
+  SparseMlaTensors tensors = this->tensors(0, spec_.rows, buffers);
+  tensors.extra_page_table = tensors.extra_len = tensors.row_to_request = {};
+  const Cache& cache = caches_[1];
+  const StridedTensor lists(DType::kI32, {spec_.rows, spec_.extra.topk}, {0, 1}, 0xFF);
+  const int64_t page_size = spec_.extra.page_size;
+  for (int64_t t = 0; t < spec_.rows; ++t) {
+    for (int64_t g = 0; g < list_length(cache, t); ++g) {
+      const int32_t page =
+          cache.page_table.at<int32_t>({cache.row_to_request.at<int32_t>({t}), g / page_size});
+      const bool there = page >= 0 && page < spec_.extra.num_keys / page_size;
+      lists.at<int32_t>({t, g}) =
+          there ? static_cast<int32_t>(page * page_size + g % page_size) : -1;
+    }
+  }
+  tensors.extra_indices = lists.view();
+  return run(problem, tensors, options, 1);
+}
+
 int64_t SparseMlaCase::count_allocations(const Options& options, int threads) {
   Buffers buffers;
   const SparseMlaTensors tensors = this->tensors(0, spec_.rows, buffers);
@@ -403,17 +592,14 @@ Outputs SparseMlaCase::expected(int64_t begin, int64_t end) const {
   for (int64_t t = begin; t < end; ++t) {
     std::vector<const double*> keys;
     for (const Cache& cache : caches_) {
-      if (cache.spec.num_keys == 0) continue;
-      for (int64_t slot = 0; slot < list_length(cache, t); ++slot) {
-        const int32_t index = cache.indices.at<int32_t>({t, slot});
-        if (index >= 0 && index < cache.spec.num_keys)
-          keys.push_back(cache.keys.data() + index * spec_.head_dim_qk);
-      }
+      for (const int64_t key : keys_of(cache, t))
+        keys.push_back(cache.keys.data() + key * spec_.head_dim_qk);
     }
     for (int64_t h = 0; h < spec_.heads; ++h) {
       std::vector<double> query;
       for (int64_t d = 0; d < spec_.head_dim_qk; ++d) query.push_back(this->query(t, h, d));
-      const HeadFormula head = apply_formula(problem, query, keys);
+      HeadFormula head = apply_formula(problem, query, keys);
+      if (spec_.rope_dim > 0) turn_back(t, head.value);
       const long double lse = std::log(head.sum);
       const long double factor = spec_.sink ? 1 / (1 + std::exp(sink.at<float>({h}) - lse)) : 1.0L;
       for (const double value : head.value)

@@ -47,11 +47,17 @@ class StridedTensor {
   uint8_t fill_ = 0;
 };
 
-/// Bytes of a row of Dqk channels.
+/// Bytes from a row of Dqk channels to the next of its page, and of all of a page.
 int64_t latent_row_bytes(RowFormat format, int64_t head_dim_qk);
+int64_t latent_page_bytes(RowFormat format, int64_t head_dim_qk, int64_t page_size);
+/// Where the scales of a row lie apart from it: the 7 bytes of v4, or the element of r512.
+struct ApartScales {
+  uint8_t* bytes = nullptr;
+  bool bf16 = false;  // r512: otherwise fp32
+};
 /// Writes a row of random channels and what an operator has to see of it, as doubles.
 void write_latent_row(RowFormat format, int64_t head_dim_qk, float k_scale, Rng& rng, uint8_t* row,
-                      double* decoded);
+                      double* decoded, ApartScales scales = {});
 
 /// One cache of a case.
 struct CacheSpec {
@@ -60,6 +66,10 @@ struct CacheSpec {
   int64_t num_keys = 0;   // S; a multiple of the page size where there is one
   int64_t topk = 0;
   bool lengths = false;
+  bool bf16_scale = false;  // type of the scales of r512
+  /// > 0, of an extra cache: pages of 3 requests in a table of that width, topk the bound of the
+  /// lengths, which are always there.
+  int64_t max_pages = 0;
 };
 
 struct CaseSpec {
@@ -74,6 +84,7 @@ struct CaseSpec {
   int64_t split_parts = 0;  // with the schedule of the lengths
   EmptyLse empty_lse = EmptyLse::kNegInf;
   double invalid_share = 0.2;  // of the slots
+  int64_t rope_dim = 0;        // of the inverse rotation
   float q_scale = 1.0f;
   float q_code_scale = 0;  // > 0: q is u8, its channels code * q_code_scale
   float k_scale = 1.0f;
@@ -101,6 +112,8 @@ class SparseMlaCase {
   Outputs run(const Options& options, int threads = 1, int64_t begin = 0, int64_t end = -1);
   /// One head of every row as a problem of its own.
   Outputs run_head(const Options& options, int64_t head);
+  /// The same with the keys of the page table of the second cache as lists.
+  Outputs run_with_lists(const Options& options);
   /// The formula in long double over the decoded keys, without a running maximum.
   Outputs expected(int64_t begin = 0, int64_t end = -1) const;
   testing::AssertionResult matches(const Outputs& actual, int64_t begin = 0,
@@ -113,6 +126,8 @@ class SparseMlaCase {
   /// made valid must name a key that some list named before.
   int32_t& index(int cache, int64_t t, int64_t slot) const;
   int32_t& topk_length_of(int cache, int64_t t) const;
+  /// The keys of a cache that row t attends to, in the order of its list.
+  std::vector<int64_t> keys_of(int cache, int64_t t) const;
   /// Channel d of a key as the operator has to see it.
   double key(int cache, int64_t key, int64_t d) const;
 
@@ -126,12 +141,12 @@ class SparseMlaCase {
   /// When defined, what runs get in place of their own schedule.
   StridedTensor schedule_override;
 
-  StridedTensor q, sink;
+  StridedTensor q, sink, inverse_rope, positions;
 
  private:
   struct Cache {
     CacheSpec spec;
-    StridedTensor pool, indices, length;
+    StridedTensor pool, indices, length, inv_scale, page_table, row_to_request;
     std::vector<double> keys;  // [S, Dqk]; NaN where unreferenced
   };
   struct Buffers {
@@ -141,9 +156,13 @@ class SparseMlaCase {
   static Outputs run(const SparseMlaProblem& problem, const SparseMlaTensors& tensors,
                      const Options& options, int threads);
   void build_cache(Cache& cache, const CacheSpec& spec, Rng& rng);
-  void build_lists(Cache& cache, Rng& rng, std::vector<char>& referenced);
+  void build_lists(Cache& cache, Rng& rng);
+  void build_table(Cache& cache, Rng& rng);
+  void build_rotation(Rng& rng);
   void write_key(Cache& cache, int64_t key, Rng& rng);
-  int64_t list_length(const Cache& cache, int64_t t) const;
+  static std::vector<int64_t> keys_of(const Cache& cache, int64_t t);
+  void turn_back(int64_t t, std::vector<double>& value) const;
+  static int64_t list_length(const Cache& cache, int64_t t);
 
   CaseSpec spec_;
   std::array<Cache, 2> caches_;
