@@ -91,6 +91,7 @@ const std::vector<Binding>& bindings() {
       {"paged_schedule", run_paged_schedule},
       {"sparse_mla", run_sparse_mla},
       {"split_schedule", run_split_schedule},
+      {"swa_decode", run_swa_decode},
       {"topk_select", run_topk_select},
       {"unpack_rows", run_unpack_rows},
       {"v4_compress", run_v4_compress},

@@ -23,6 +23,7 @@ void run_mha_varlen(OperatorCall& call);
 void run_merge_lse(OperatorCall& call);
 void run_concat_absorbed_q(OperatorCall& call);
 void run_mla_rope_quantize(OperatorCall& call);
+void run_swa_decode(OperatorCall& call);
 void run_build_swa_indices(OperatorCall& call);
 void run_v4_compress(OperatorCall& call);
 void run_kda_gate(OperatorCall& call);

@@ -9,6 +9,7 @@
 #include "fovea/mha_varlen.h"
 #include "fovea/mla_inputs.h"
 #include "fovea/sparse_mla.h"
+#include "fovea/swa_decode.h"
 #include "fovea/swa_indices.h"
 
 namespace fovea::cli {
@@ -17,17 +18,26 @@ namespace {
 // A latent cache of sparse_mla: bf16 rows [S, Dqk], or a u8 pool whose pages hold page_size tokens.
 struct LatentCache {
   ConstTensorView tensor;
+  ConstTensorView inv_scale;
   RowFormat row_format = RowFormat::kBf16;
   int64_t page_size = 0;  // 0: bf16 rows
 };
 
+RowFormat bind_latent_format(OperatorCall& call, const std::string& name, RowFormat otherwise) {
+  return call.choice<RowFormat>(name,
+                                {{"bf16", RowFormat::kBf16},
+                                 {"v32", RowFormat::kV32},
+                                 {"v4", RowFormat::kV4},
+                                 {"r512", RowFormat::kR512},
+                                 {"f576", RowFormat::kF576}},
+                                otherwise);
+}
+
 // `prefix` is "" or "extra_"; the parameters of the second cache default to those of the first.
 LatentCache bind_cache(OperatorCall& call, const std::string& prefix, const LatentCache* first) {
   LatentCache cache;
-  cache.row_format = call.choice<RowFormat>(
-      prefix + "row_format",
-      {{"bf16", RowFormat::kBf16}, {"v32", RowFormat::kV32}, {"f576", RowFormat::kF576}},
-      first != nullptr ? first->row_format : RowFormat::kBf16, {"v4", "r512"});
+  cache.row_format = bind_latent_format(call, prefix + "row_format",
+                                        first != nullptr ? first->row_format : RowFormat::kBf16);
   const std::string name = prefix + "kv";
   const bool is_pool = cache.row_format != RowFormat::kBf16 || call.dtype_of(name) == DType::kU8;
   cache.tensor = is_pool ? call.in(name, "u8 [" + prefix + "pages, " + prefix + "page_bytes]")
@@ -40,26 +50,46 @@ LatentCache bind_cache(OperatorCall& call, const std::string& prefix, const Late
   } else {
     cache.page_size = call.integer(page_size);
   }
+  if (cache.row_format == RowFormat::kR512)
+    cache.inv_scale = call.in(prefix + "inv_scale", "bf16|f32 [" + prefix + "slots, 1]");
   return cache;
 }
 
-void refuse_later_fields(OperatorCall& call) {
-  for (const char* name : {"inv_scale", "extra_inv_scale"}) {
-    call.later_tensor(name, "r512 rows");
+// The second cache of sparse_mla: listed slots, or a page table with lengths.
+void bind_extra(OperatorCall& call, const LatentCache& first, SparseMlaProblem& problem,
+                SparseMlaTensors& tensors) {
+  const bool has_table = call.has("extra_page_table");
+  if (!call.has("extra_kv") && !call.has("extra_indices") && !has_table) {
+    if (call.has("extra_topk_length")) {
+      call.refuse("extra_topk_length is given without extra_kv and extra_indices");
+    }
+    // Names of the table, without meaning when there is no second cache.
+    bind_latent_format(call, "extra_row_format", RowFormat::kBf16);
+    call.integer("extra_page_size", 0);
+    return;
   }
-  for (const char* name : {"extra_page_table", "extra_len", "row_to_request"}) {
-    call.later_tensor(name, "a dense range as second cache");
+  const LatentCache extra = bind_cache(call, "extra_", &first);
+  tensors.extra_kv = extra.tensor;
+  tensors.extra_inv_scale = extra.inv_scale;
+  problem.extra_row_format = extra.row_format;
+  problem.extra_page_size = extra.page_size;
+  if (!has_table) {
+    tensors.extra_indices = call.in("extra_indices", "i32 [T, K2]");
+    tensors.extra_topk_length = call.opt("extra_topk_length", "i32 [T]");
+    problem.extra_topk = call.extent("K2");
+    return;
   }
-  for (const char* name : {"inverse_rope", "positions"}) {
-    call.later_tensor(name, "inverse rope of the output");
-  }
-  call.later_tensor("schedule", "a split plan from outside");
+  tensors.extra_page_table = call.in("extra_page_table", "i32 [R, extra_max]");
+  tensors.extra_len = call.in("extra_len", "i32 [T]");
+  tensors.row_to_request = call.in("row_to_request", "i32 [T]");
+  problem.extra_max_pages = call.extent("extra_max");
+  problem.extra_topk = problem.extra_max_pages * std::max<int64_t>(1, extra.page_size);
 }
 
 }  // namespace
 
 void run_sparse_mla(OperatorCall& call) {
-  refuse_later_fields(call);
+  call.later_tensor("schedule", "a split plan from outside");
   SparseMlaProblem problem;
   SparseMlaTensors tensors;
   tensors.q = call.in("q", "bf16|u8 [T, H, Dqk]");
@@ -70,21 +100,12 @@ void run_sparse_mla(OperatorCall& call) {
   tensors.sink = call.opt("sink", "f32 [H]");
   problem.row_format = cache.row_format;
   problem.page_size = cache.page_size;
-  if (call.has("extra_kv") || call.has("extra_indices")) {
-    const LatentCache extra = bind_cache(call, "extra_", &cache);
-    tensors.extra_kv = extra.tensor;
-    tensors.extra_indices = call.in("extra_indices", "i32 [T, K2]");
-    tensors.extra_topk_length = call.opt("extra_topk_length", "i32 [T]");
-    problem.extra_topk = call.extent("K2");
-    problem.extra_row_format = extra.row_format;
-    problem.extra_page_size = extra.page_size;
-  } else {
-    if (call.has("extra_topk_length")) {
-      call.refuse("extra_topk_length is given without extra_kv and extra_indices");
-    }
-    // Names of the table, without meaning when there is no second cache.
-    call.choice<int>("extra_row_format", {{"bf16", 0}, {"v32", 0}, {"f576", 0}}, 0, {"v4", "r512"});
-    call.integer("extra_page_size", 0);
+  tensors.inv_scale = cache.inv_scale;
+  bind_extra(call, cache, problem, tensors);
+  if (call.has("inverse_rope")) {
+    tensors.inverse_rope = call.in("inverse_rope", "f32 [max_pos, rope]");
+    tensors.positions = call.in("positions", "i32 [T]");
+    problem.inverse_rope_dim = call.extent("rope");
   }
   problem.softmax_scale = call.number("softmax_scale");
   problem.empty_lse = call.choice<EmptyLse>(
@@ -102,6 +123,31 @@ void run_sparse_mla(OperatorCall& call) {
   tensors.out = call.out("out", "bf16 [T, H, 512]");
   tensors.lse = call.out("lse", "f32 [T, H]");
   tensors.max_logits = call.out("max_logits", "f32 [T, H]");
+  call.run(plan, tensors);
+}
+
+void run_swa_decode(OperatorCall& call) {
+  SwaDecodeProblem problem;
+  SwaDecodeTensors tensors;
+  tensors.q = call.in("q", "bf16 [T, H, 512]");
+  const LatentCache cache = bind_cache(call, "", nullptr);
+  tensors.kv = cache.tensor;
+  tensors.inv_scale = cache.inv_scale;
+  tensors.swa_indices =
+      call.in("swa_indices", call.rank_of("swa_indices") == 3 ? "i32|i64 [list_a, list_b, Wi]"
+                                                              : "i32|i64 [list, Wi]");
+  tensors.swa_lens = call.in("swa_lens", "i32|i64 [lens]");
+  tensors.sink = call.opt("sink", "f32 [H]");
+  problem.row_format = cache.row_format;
+  problem.page_size = cache.page_size;
+  problem.softmax_scale = call.number("softmax_scale");
+  problem.window = call.integer("window");
+  problem.max_rows = call.extent("T");
+  problem.num_heads = call.extent("H");
+  problem.width = call.extent("Wi");
+  const SwaDecode plan = call.plan<SwaDecode>(problem);
+  tensors.out = call.out("out", "bf16 [T, H, 512]");
+  tensors.lse = call.out("lse", "f32 [T, H]");
   call.run(plan, tensors);
 }
 

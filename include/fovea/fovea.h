@@ -52,6 +52,7 @@
 #include "fovea/sparse_mla.h"
 #include "fovea/state_pool.h"
 #include "fovea/stream.h"
+#include "fovea/swa_decode.h"
 #include "fovea/swa_indices.h"
 #include "fovea/tensor.h"
 #include "fovea/topk_select.h"

@@ -110,12 +110,12 @@ struct RowScales {
   int64_t stride_bytes = 0;
   bool is_bf16 = false;
 
-  FOVEA_HOST_DEVICE Byte* at(int64_t slot) const { return data + slot * stride_bytes; }
-  FOVEA_HOST_DEVICE float get(int64_t slot) const {
+  FOVEA_HOST_DEVICE Byte* at(int32_t slot) const { return data + slot * stride_bytes; }
+  FOVEA_HOST_DEVICE float get(int32_t slot) const {
     if (is_bf16) return bf16_to_float(*reinterpret_cast<const bf16_t*>(at(slot)));
     return *reinterpret_cast<const float*>(at(slot));
   }
-  FOVEA_HOST_DEVICE void set(int64_t slot, float scale) const {
+  FOVEA_HOST_DEVICE void set(int32_t slot, float scale) const {
     if (is_bf16) {
       *reinterpret_cast<bf16_t*>(at(slot)) = bf16_from_float(scale);
     } else {

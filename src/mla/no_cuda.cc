@@ -5,6 +5,7 @@
 #include "src/mla/mha_varlen_impl.h"
 #include "src/mla/mla_inputs_impl.h"
 #include "src/mla/sparse_mla_impl.h"
+#include "src/mla/swa_decode_impl.h"
 #include "src/mla/swa_indices_impl.h"
 
 // The kernels of the room in a build without CUDA: plan() never chooses them.
@@ -42,6 +43,13 @@ size_t swa_indices_cuda_workspace(const SwaIndicesProblem&, const Device&) { ret
 void swa_indices_cuda_portable(const SwaIndicesProblem&, const Device&, const SwaIndicesTensors&,
                                Workspace, Stream) {
   without_cuda("build_swa_indices");
+}
+
+Refusal swa_decode_cuda_supports(const SwaDecodeProblem&) { return {}; }
+size_t swa_decode_cuda_workspace(const SwaDecodeProblem&, const Device&) { return 0; }
+void swa_decode_cuda_portable(const SwaDecodeProblem&, const Device&, const SwaDecodeTensors&,
+                              Workspace, Stream) {
+  without_cuda("swa_decode");
 }
 
 Refusal sparse_mla_cuda_supports(const SparseMlaProblem&) { return {}; }

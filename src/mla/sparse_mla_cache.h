@@ -90,7 +90,10 @@ struct SparseMlaSegment {
       std::memcpy(&key.scales, start + page_size * kV4DataBytes + offset * kV4ScaleBytes,
                   static_cast<size_t>(kV4NumTiles));
     } else if (format == RowFormat::kR512) {
-      key.scales = std::bit_cast<uint32_t>(inv_scale.get(page * page_size + offset));
+      // A table may name pages whose slots 32 bits do not hold.
+      RowScales<const uint8_t> of_page = inv_scale;
+      of_page.data += page * page_size * of_page.stride_bytes;
+      key.scales = std::bit_cast<uint32_t>(of_page.get(static_cast<int32_t>(offset)));
     }
     return key;
   }

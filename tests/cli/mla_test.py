@@ -122,16 +122,77 @@ class SparseMlaTest(CommandLineTest):
         lengths = {"extra_topk_length": Tensor("I32", [1])}
         self.expect_refused("sparse_mla", good | lengths, PARAMS, "extra_topk_length is given without")
 
-    def test_fields_of_later_formats_are_unsupported(self):
+    def test_fields_that_need_others(self):
         good = sparse_inputs([[1, 2]])
         for row_format in ("v4", "r512"):
-            self.expect_refused("sparse_mla", good, PARAMS | {"row_format": row_format}, "unsupported", row_format)
-        for name in ("inv_scale", "extra_inv_scale", "extra_page_table", "extra_len", "row_to_request", "inverse_rope",
-                     "positions", "schedule"):  # fmt: skip
-            self.expect_refused("sparse_mla", good | {name: Tensor("F32", [1])}, PARAMS, "unsupported", name)
+            self.expect_refused("sparse_mla", good, PARAMS | {"row_format": row_format}, "kv = bf16", "u8")
+        for name in ("inv_scale", "extra_inv_scale", "extra_len", "row_to_request", "positions"):
+            self.expect_refused("sparse_mla", good | {name: Tensor("F32", [1])}, PARAMS, name)
+        self.expect_refused("sparse_mla", good | {"schedule": Tensor("F32", [1])}, PARAMS, "unsupported", "schedule")
         self.expect_refused("sparse_mla", good, PARAMS | {"q_scale": 2}, "q_scale = 2", "expected 1")
         self.expect_refused("sparse_mla", good, PARAMS | {"k_scale": 2}, "k_scale = 2", "expected 1")
         self.attend(good, PARAMS | {"q_scale": 1, "k_scale": 1.0})
+
+
+V4_SCALES = [127] * 7 + [0xFF]  # 2^0; the last byte is never read
+
+
+def v4_page(*codes):
+    """A page of rows whose 448 codes are equal and whose rope part is zero."""
+    rows = [value for code in codes for value in [code] * 448 + [0] * 128]
+    return Tensor("U8", [1, len(codes) * 584], rows + V4_SCALES * len(codes))
+
+
+class V4Test(CommandLineTest):
+    """Rows of DeepSeek-V4: 0x38 is 1, 0x40 is 2, 0x48 is 4."""
+
+    def attend(self, op, tensors, params):
+        result, out = self.run_operator(op, tensors, params)
+        self.expect(result, 0)
+        return out
+
+    def test_window_and_compressed_entries_under_one_softmax(self):
+        tensors = {
+            "q": Tensor("BF16", [2, 1, 512], [0.0] * 1024),
+            "kv": v4_page(0x38, 0x40),
+            "indices": Tensor("I32", [2, 2], [0, 1, -1, 1]),
+            "extra_kv": Tensor("U8", [2, 512], [0x48] * 512 + [0x40] * 512),
+            "extra_inv_scale": Tensor("F32", [2, 1], [2.0, 3.0]),
+            "extra_page_table": Tensor("I32", [2, 2], [1, 0, 7, 0]),
+            "extra_len": Tensor("I32", [2], [1, 5]),
+            "row_to_request": Tensor("I32", [2], [0, 1]),
+        }
+        params = {"softmax_scale": 1, "row_format": "v4", "page_size": 2, "extra_row_format": "r512", "extra_page_size": 1}
+        out = self.attend("sparse_mla", tensors, params)
+        values = list(out["out"].values)
+        self.assertEqual((values[0], values[511]), (3.0, 2.0))  # (1 + 2 + 6) / 3, rope (0 + 0 + 6) / 3
+        self.assertEqual((values[512], values[1023]), (5.0, 4.0))  # (2 + 8) / 2
+        self.assertAlmostEqual(out["lse"].values[0], math.log(3), places=6)
+        # A quarter turn back: (x, y) becomes (y, -x).
+        turn = {"inverse_rope": Tensor("F32", [3, 2], [1.0, 0.0, 0.0, 1.0, 1.0, 0.0]), "positions": Tensor("I32", [2], [1, 0])}
+        values = list(self.attend("sparse_mla", tensors | turn, params)["out"].values)
+        self.assertEqual(values[509:512], [2.0, 2.0, -2.0])
+        self.assertEqual(values[1022:], [4.0, 4.0])
+        self.expect_refused("sparse_mla", tensors | {"extra_len": Tensor("I32", [1])}, params, "extra_len", "T = 2")
+
+    def test_swa_decode_looks_at_the_leading_columns(self):
+        tensors = {
+            "q": Tensor("BF16", [3, 1, 512], [0.0] * 1536),
+            "kv": Tensor("U8", [2, 1024], [0x38] * 512 + [0x40] * 512 + [0x48] * 512 + [0x7F] * 512),
+            "inv_scale": Tensor("BF16", [4, 1], [1.0, 1.0, 1.0, 1.0]),
+            "swa_indices": Tensor("I64", [4, 4], [0, 2, 3, 3, 1, -1, 2, 3, 0, 1, 2, 3, 9, 9, 9, 9]),
+            "swa_lens": Tensor("I64", [4], [2, 3, -5, 99]),
+        }
+        params = {"softmax_scale": 1, "window": 3, "row_format": "r512", "page_size": 2}
+        for shape in ([4, 4], [1, 4, 4], [4, 1, 4]):
+            lists = Tensor("I64", shape, list(tensors["swa_indices"].values))
+            out = self.attend("swa_decode", tensors | {"swa_indices": lists}, params)
+            self.assertEqual([list(out["out"].values)[i * 512] for i in range(3)], [2.5, 3.0, 0.0])
+        self.assertEqual(out["lse"].values[2], -math.inf)
+        for name in ("swa_lens", "swa_indices"):
+            self.expect_refused("swa_decode", tensors | {name: Tensor("F32", [4, 4])}, params, name)
+        self.expect_refused("swa_decode", tensors, params | {"window": 0}, "window = 0")
+        self.expect_refused("swa_decode", tensors | {"inv_scale": Tensor("F32", [3, 1])}, params, "inv_scale")
 
 
 class MlaInputsTest(CommandLineTest):
