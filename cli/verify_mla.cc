@@ -82,6 +82,79 @@ VerifyCase make_sparse_case(const std::string& name, const std::string& format, 
   return builder.take();
 }
 
+// Rows of 512 channels: v4 with scales behind the rows of a page, or r512 with a tensor of scales.
+void add_rows_of_512(CaseBuilder& builder, const std::string& prefix, const std::string& format,
+                     int64_t pages, int64_t page_size) {
+  const std::string kv = prefix + "kv";
+  if (format == "r512") {
+    add_codes(builder, kv, {pages, page_size * 512 + 5}, 0.3 / 0.003);
+    const std::string scales = prefix + "inv_scale";
+    builder.normals(scales, DType::kF32, {pages * page_size, 1}, 0);
+    for (int64_t i = 0; i < pages * page_size; ++i) {
+      builder.at<float>(scales, i) =
+          static_cast<float>(0.003 * std::exp(0.3 * builder.random().normal()));
+    }
+  } else {
+    const int64_t page_bytes = page_size * 584 + 5;
+    add_codes(builder, kv, {pages, page_bytes}, 0.3 / 0.003);
+    for (int64_t page = 0; page < pages; ++page) {
+      uint8_t* const bytes = &builder.at<uint8_t>(kv, page * page_bytes);
+      for (int64_t i = 0; i < page_size; ++i) {
+        for (int64_t d = 0; d < 64; ++d) {
+          const auto rope = bf16_from_float(static_cast<float>(0.3 * builder.random().normal()));
+          std::memcpy(bytes + i * 576 + 448 + 2 * d, &rope, 2);
+        }
+        for (int64_t g = 0; g < 8; ++g)
+          bytes[page_size * 576 + i * 8 + g] = static_cast<uint8_t>(117 + (i + g) % 3);
+      }
+    }
+  }
+  builder.param(prefix + "row_format", format).param(prefix + "page_size", page_size);
+}
+
+// A window and compressed entries, listed or by page table, with sink and inverse rotation.
+VerifyCase make_v4_case(const std::string& name, const std::string& window,
+                        const std::string& compressed, bool by_table, int64_t heads,
+                        uint64_t seed) {
+  CaseBuilder builder(name, seed);
+  const int64_t rows = 5;
+  builder.normals("q", DType::kBf16, {rows, heads, 512}, 0.5);
+  add_rows_of_512(builder, "", window, 4, 64);
+  add_indices(builder, "indices", rows, 128, 256);
+  builder.integers("topk_length", {rows}, -3, 140);
+  add_rows_of_512(builder, "extra_", compressed, 30, 2);
+  if (by_table) {
+    builder.integers("extra_page_table", {3, 40}, 0, 29)
+        .integers("extra_len", {rows}, -2, 90)
+        .integers("row_to_request", {rows}, 0, 2);
+    for (const char* list : {"extra_page_table", "row_to_request"})
+      make_hostile(builder, list, 0.2);
+  } else {
+    add_indices(builder, "extra_indices", rows, 70, 60);
+  }
+  add_sink(builder, heads);
+  builder.normals("inverse_rope", DType::kF32, {20, 64}, 0.7).integers("positions", {rows}, -2, 25);
+  builder.param("softmax_scale", 0.044194174);
+  return builder.take();
+}
+
+std::vector<VerifyCase> make_swa_cases(uint64_t seed) {
+  std::vector<VerifyCase> cases;
+  for (const char* format : {"r512", "v4"}) {
+    for (const int64_t heads : {1, 20, 64}) {
+      CaseBuilder builder(std::string(format) + "_heads" + std::to_string(heads), seed);
+      builder.normals("q", DType::kBf16, {4, heads, 512}, 0.5);
+      add_rows_of_512(builder, "", format, 4, 61);
+      add_indices(builder, "swa_indices", 6, 133, 4 * 61);
+      builder.integers("swa_lens", {6}, -3, 150).param("window", 128);
+      if (heads > 1) add_sink(builder, heads);
+      builder.param("softmax_scale", 0.044194174);
+      cases.push_back(builder.take());
+    }
+  }
+  return cases;
+}
+
 // Queries of bf16 or, with q_scale > 0, of codes; the second cache is of the same format.
 VerifyCase make_f576_case(const std::string& name, int64_t heads, double q_scale, double k_scale,
                           uint64_t seed) {
@@ -142,6 +215,9 @@ std::vector<VerifyCase> make_sparse_cases(uint64_t seed) {
   cases.push_back(make_f576_case("f576", 16, 0, 1, seed));
   cases.push_back(make_f576_case("f576_scales", 9, 0.5, 2, seed));
   cases.push_back(make_f576_case("f576_odd_scales", 40, 0.07, 0.3, seed));
+  cases.push_back(make_v4_case("v4_v4", "v4", "v4", false, 20, seed));
+  cases.push_back(make_v4_case("v4_table_r512", "v4", "r512", true, 64, seed));
+  cases.push_back(make_v4_case("r512_table_v4", "r512", "v4", true, 3, seed));
   cases.push_back(make_sparse_case("width_0", "bf16", 3, 8, 0, 0, seed));
   cases.push_back(make_sparse_case("no_rows", "bf16", 0, 8, 64, 0, seed));
   cases.push_back(
@@ -348,6 +424,10 @@ void add_verify_mla(std::vector<VerifyOperator>& list) {
       {"merge_lse", make_merge_cases, {{"out", kBf16Tolerance}, {"lse", kFp32Tolerance}}, nullptr});
   list.push_back({"concat_absorbed_q", make_concat_cases, {}, nullptr});
   list.push_back({"mla_rope_quantize", make_rope_cases, {}, nullptr});
+  list.push_back({"swa_decode",
+                  make_swa_cases,
+                  {{"out", kBf16ProductTolerance}, {"lse", kFp32Tolerance}},
+                  nullptr});
   list.push_back({"build_swa_indices", make_window_cases, {}, nullptr});
 }
 

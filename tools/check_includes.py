@@ -29,7 +29,7 @@ HEADER_ROOM = {
     "index_quantize.h": "index", "index_cache.h": "index", "index_logits.h": "index", "topk_select.h": "index",
     "index_select.h": "index",
     "sparse_mla.h": "mla", "dense_mla.h": "mla", "mha_varlen.h": "mla", "merge_lse.h": "mla",
-    "mla_inputs.h": "mla", "swa_indices.h": "mla",
+    "mla_inputs.h": "mla", "swa_decode.h": "mla", "swa_indices.h": "mla",
     "v4_compress.h": "compress",
     "kda.h": "kda", "kda_gate.h": "kda", "kda_prefill.h": "kda", "kda_decode.h": "kda", "kda_verify.h": "kda",
     "kda_commit.h": "kda", "kda_stages.h": "kda", "causal_conv1d.h": "kda",

@@ -138,7 +138,7 @@ void pack_r512_rows(const PackContext& context, int64_t begin, int64_t end) {
     const bf16_t* const from[] = {context.src.row(i)};
     uint8_t* const to[] = {context.pool.record(slot, kR512Width)};
     float scales[1];
-    quantize_tiles_simd(from, kR512Width, rule, context.mode, to, scales);
+    quantize_tiles_simd(from, context.width, rule, context.mode, to, scales);
     context.scales.set(slot, scales[0]);
   }
 }

@@ -39,7 +39,8 @@ RowCodecProblem problem_of(int64_t rows, int64_t page_size) {
 
 // Scales of 2 elements a slot, of which the view takes the first.
 struct Scales {
-  explicit Scales(DType type, int64_t slots) : memory(type, {slots, 2}), type(type) {
+  explicit Scales(DType scale_type, int64_t slots)
+      : memory(scale_type, {slots, 2}), type(scale_type) {
     memory.fill_bytes(0xEE);
   }
   TensorView view() {

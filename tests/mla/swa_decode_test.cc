@@ -35,9 +35,9 @@ struct Rig {
   bool wide = false;
   bool has_sink = false;
 
-  Rig(RowFormat format, int64_t rows, int64_t heads, int64_t width, int64_t window,
+  Rig(RowFormat format, int64_t num_rows, int64_t heads, int64_t width, int64_t window,
       int64_t page_size, bool bf16_scale = false, uint64_t seed = 1)
-      : rows(rows), list_rows(rows + 3) {
+      : rows(num_rows), list_rows(num_rows + 3) {
     const int64_t pages = 40 / page_size + 3;
     slots = pages * page_size;
     problem.max_rows = rows;
