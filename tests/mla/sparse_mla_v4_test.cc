@@ -30,6 +30,7 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 class SparseMlaV4Test : public test::TargetTest {
  protected:
   void SetUp() override {
+    TargetTest::SetUp();
     if (GetParam().kind == DeviceKind::kCuda) GTEST_SKIP() << "cuda_portable has no such rows";
   }
   Options options() const { return GetParam().options(); }

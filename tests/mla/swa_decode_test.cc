@@ -152,6 +152,7 @@ struct Rig {
 class SwaDecodeTest : public test::TargetTest {
  protected:
   void SetUp() override {
+    TargetTest::SetUp();
     if (GetParam().kind == DeviceKind::kCuda) GTEST_SKIP() << "cuda_portable has no such rows";
   }
   Options options() const { return GetParam().options(); }
