@@ -95,7 +95,7 @@ class Bf16:
         return tensor
 
 
-NAMES = {np.dtype(np.uint8): "U8", np.dtype(np.int32): "I32", np.dtype(np.float32): "F32"}
+NAMES = {np.dtype(np.uint8): "U8", np.dtype(np.int32): "I32", np.dtype(np.float32): "F32", np.dtype(np.int64): "I64"}
 
 
 def write(folder, op, case, params, inputs, expected):
@@ -1045,6 +1045,22 @@ def swa_cases(folder, rng):
           {"indices": indices, "row_len": i32([3, 3, 2])})
 
 
+def swa_decode_cases(folder, rng):
+    # r512 pages of two rows, bf16 scales; a hole inside a length, a window shorter than a length, lists of 64 bits.
+    scales = Bf16(0.003 * np.exp(0.3 * rng.normal(size=(6, 1))))
+    codes = e4m3_codes(0.3 * rng.normal(size=(6, 512)) / scales.values)
+    rows = round_bf16((e4m3_values(codes) * scales.values).astype(np.float32))
+    q, sink = Bf16(rng.normal(size=(2, 1, 512))), np.float32([0.5])
+    indices, lens = np.int64([[3, -1, 5, 0, 2], [1, 4, 1, 2, 0]]), np.int64([4, 5])
+    scale = 0.05
+    seen = np.minimum(lens, 3)
+    expected = sparse(q.values.astype(np.float64), [(indices, seen, rows)], scale, sink=sink)
+    expected.pop("max_logits")
+    params = {"softmax_scale": scale, "window": 3, "row_format": "r512", "page_size": 2}
+    inputs = {"q": q, "kv": codes.reshape(3, 1024), "inv_scale": scales, "swa_indices": indices, "swa_lens": lens, "sink": sink}
+    write(folder, "swa_decode", "r512", params, inputs, expected)
+
+
 def msa_cases(folder, rng):
     slots = [[2, 3, -1, -1, 8, 9], [20, 21, 4, 5, 6, 7]]
     inputs = {"req_to_token": i32(slots), "pool_row": i32([1, 0, 2, 0]), "kv_len": i32([4, 5, 3, 0])}
@@ -1107,7 +1123,7 @@ def main():
     folder = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else root / "tests" / "golden"
     folder.mkdir(parents=True, exist_ok=True)
     makers = (cache_cases, batch_cases, index_cases, sparse_cases, mha_cases, merge_cases, mla_input_cases, kda_cases,
-              dense_mla_cases, msa_cases, swa_cases)
+              dense_mla_cases, msa_cases, swa_cases, swa_decode_cases)
     for number, make in enumerate(makers):
         make(folder, np.random.default_rng(number))
     sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]

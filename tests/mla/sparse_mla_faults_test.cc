@@ -430,7 +430,7 @@ TEST(SparseMla, PlanRefusesBadProblemsAndSaysWhy) {
   EXPECT_THAT(refusal([](P& p) { p.row_format = RowFormat::kV32; }),
               HasSubstr("page_size = 0, but row_format v32 needs a packed pool"));
   EXPECT_THAT(refusal([](P& p) { p.row_format = RowFormat::kI132; }),
-              HasSubstr("row_format = i132, expected bf16, v32 or f576"));
+              HasSubstr("row_format = i132, expected bf16, v32, v4, r512 or f576"));
   EXPECT_THAT(refusal([](P& p) { p.row_format = RowFormat::kF576; }),
               HasSubstr("page_size = 0, but row_format f576 needs a packed pool"));
   const auto f576 = [](P& p) {
