@@ -43,11 +43,13 @@ __device__ float max_or_nan(float a, float b) {
   return result;
 }
 
-// The score of a pair as far as the lane has seen keys: `sum` of exp(s - largest).
+// The score of a pair as far as the lane has seen keys: `sum` of exp(s - largest). No default
+// values: of an array [2][2] of them nvcc 13.0 gives them to the first two elements only.
 struct Score {
-  float largest = kNegInf;
-  float sum = 0;
+  float largest;
+  float sum;
 };
+constexpr Score kNoKeys{kNegInf, 0};
 
 // What exponents are taken relative to: not -inf, as -inf minus -inf would be NaN. Where `largest`
 // is not finite, the sum is not used.
@@ -207,6 +209,7 @@ __global__ void __launch_bounds__(kThreads, kDeep >= 8 || kTiles > 1 ? 2 : 3)
       for (int half = 0; half < 2; ++half) {
         const int64_t tokens = min(pairs.end[i][half] - first_token, int64_t{block_size});
         visible[i][half] = static_cast<int>(max(tokens, int64_t{0})) - 2 * (lane % 4);
+        scores[i][half] = kNoKeys;
       }
     }
     if (slot >= 0) {
