@@ -21,8 +21,8 @@ namespace fovea::bench {
 namespace {
 
 // bf16 results that carry one rounding on either side, and fp32 states of which some
-// implementations multiply parts in tf32 or bf16: relative rms as the tests allow.
-constexpr Tolerance kKdaOutput{1e-2, 2.0 / 128, 1e-3};
+// implementations multiply parts in tf32 or bf16: relative rms as specified, 3e-3 and 1e-3.
+constexpr Tolerance kKdaOutput{1e-2, 2.0 / 128, 3e-3};
 constexpr Tolerance kKdaState{.absolute = 5e-3, .relative = 1e-3, .relative_rms = 1e-3};
 constexpr Tolerance kKdaBf16State{1e-2, 2.0 / 128, 1e-3};
 
