@@ -65,14 +65,25 @@ struct DenseMlaKeys {
     const int64_t len = kv_len(r), most = table_width * page_size;
     return len < 0 ? 0 : len > most ? most : len;
   }
+  /// Page of key j < length(r) of request r, as the table has it.
+  FOVEA_HOST_DEVICE int32_t page(int64_t r, int64_t j) const {
+    return page_table[r * table_stride + column_of(j)];
+  }
+  /// Key j of a request on that page; null when the page is outside the pool.
+  FOVEA_HOST_DEVICE const uint8_t* row_of_page(int64_t page, int64_t kv_head, int64_t j) const {
+    if (page < 0 || page >= num_pages) return nullptr;
+    return base + page * page_stride_bytes + (j - column_of(j) * page_size) * row_stride_bytes +
+           kv_head * head_stride_bytes;
+  }
   /// Key j < length(r) of request r; null when its page is outside the pool.
   FOVEA_HOST_DEVICE const uint8_t* row(int64_t r, int64_t kv_head, int64_t j) const {
-    // Both fit 32 bits, whose division is several times faster than that of 64 on many processors.
-    const uint32_t column = static_cast<uint32_t>(j) / static_cast<uint32_t>(page_size);
-    const int64_t page = page_table[r * table_stride + column];
-    if (page < 0 || page >= num_pages) return nullptr;
-    return base + page * page_stride_bytes + (j - column * page_size) * row_stride_bytes +
-           kv_head * head_stride_bytes;
+    return row_of_page(page(r, j), kv_head, j);
+  }
+
+ private:
+  // Both fit 32 bits, whose division is several times faster than that of 64 on many processors.
+  FOVEA_HOST_DEVICE int64_t column_of(int64_t j) const {
+    return static_cast<uint32_t>(j) / static_cast<uint32_t>(page_size);
   }
 };
 

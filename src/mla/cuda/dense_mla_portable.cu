@@ -32,6 +32,7 @@ struct Params {
   int64_t num_groups;     // of all KV heads
   int64_t split_keys;
   bool causal;
+  bool ring;
 };
 
 // Where a row stands.
@@ -80,9 +81,12 @@ struct RowKeys {
   int64_t kv_head;
 
   __device__ const RowLayout& layout(int64_t) const { return params.layout; }
-  __device__ const uint8_t* row(int64_t block, int key) const {
+  __device__ int32_t place(int64_t block, int key) const {
     const int64_t j = block * kBlockSlots + key;
-    return j < row_.num_keys ? params.keys.row(row_.request, kv_head, j) : nullptr;
+    return j < row_.num_keys ? params.keys.page(row_.request, j) : -1;
+  }
+  __device__ const uint8_t* row(int64_t block, int key, int32_t page) const {
+    return params.keys.row_of_page(page, kv_head, block * kBlockSlots + key);
   }
 };
 
@@ -104,9 +108,9 @@ __global__ void __launch_bounds__(kThreads, kHeads == 16 ? 2 : 1)
   const int64_t end_head = min((kv_head + 1) * params.heads_per_kv, first_head + kHeads);
   load_queries(params.queries, t, first_head, static_cast<int>(end_head - first_head), shared);
   clear_state(shared);
-  MmaC values[kHeads / 16][kChannelsPerWarp / 8] = {};
-  attend_blocks(RowKeys{params, row, kv_head}, parts.first_block(part), parts.first_block(part + 1),
-                params.scores, shared, memory + sizeof(SharedMemory<kHeads, kHeadDim>), values);
+  Values<kHeads> values = {};
+  attend_blocks(RowKeys{params, row, kv_head}, params.ring, parts.first_block(part),
+                parts.first_block(part + 1), params.scores, shared, values);
   store_part(params.outputs, t, first_head, end_head, part, parts.num_parts <= 1, shared, values);
 }
 
@@ -162,17 +166,18 @@ RowLayout device_layout(const DenseMlaKeys& keys, int64_t row_bytes) {
 }
 
 template <int kHeads>
-void launch_attend(const DenseMlaProblem& problem, const Params& params, size_t staging_bytes,
-                   Stream stream) {
+void launch_attend(const DenseMlaProblem& problem, const Params& params, Stream stream) {
+  const bool stages = params.layout.staged;
+
   const dim3 grid(static_cast<unsigned>(params.num_rows * params.num_groups),
                   static_cast<unsigned>(params.outputs.num_parts));
   if (problem.head_dim_qk == 576) {
     cuda::launch("dense_mla", attend<kHeads, 576>,
-                 {grid, dim3(kThreads), sizeof(SharedMemory<kHeads, 576>) + staging_bytes}, stream,
+                 {grid, dim3(kThreads), block_bytes<kHeads, 576>(params.ring, stages)}, stream,
                  params);
   } else {
     cuda::launch("dense_mla", attend<kHeads, 512>,
-                 {grid, dim3(kThreads), sizeof(SharedMemory<kHeads, 512>) + staging_bytes}, stream,
+                 {grid, dim3(kThreads), block_bytes<kHeads, 512>(params.ring, stages)}, stream,
                  params);
   }
 }
@@ -214,9 +219,10 @@ void dense_mla_cuda_portable(const DenseMlaProblem& problem, const Device& devic
   params.keys = dense_mla_keys(problem, tensors);
   params.layout =
       device_layout(params.keys, sparse_mla_row_bytes(problem.row_format, problem.head_dim_qk));
+  const int64_t max_shared_bytes = cuda::device_facts(device.ordinal).max_shared_bytes;
   params.layout.staged = params.layout.aligned && problem.row_format != RowFormat::kBf16 &&
-                         shared_bytes(shape.heads) + kStagingBytes <=
-                             cuda::device_facts(device.ordinal).max_shared_bytes;
+                         has_staging(shape.heads, max_shared_bytes);
+  params.ring = params.layout.is_plain() && has_ring(shape.heads, max_shared_bytes);
   params.scores = {static_cast<float>(logit_scale(problem)), 0.0f};
   params.row_offsets = memory.offsets;
   params.num_requests = tensors.page_table.shape[0];
@@ -243,13 +249,12 @@ void dense_mla_cuda_portable(const DenseMlaProblem& problem, const Device& devic
                              params.num_requests + 1};
   cuda::launch("dense_mla", clean_offsets<kOffsetThreads>, {dim3(1), dim3(kOffsetThreads)}, stream,
                offsets);
-  const size_t staging_bytes = params.layout.staged ? kStagingBytes : 0;
   if (shape.heads == 64) {
-    launch_attend<64>(problem, params, staging_bytes, stream);
+    launch_attend<64>(problem, params, stream);
   } else if (shape.heads == 32) {
-    launch_attend<32>(problem, params, staging_bytes, stream);
+    launch_attend<32>(problem, params, stream);
   } else {
-    launch_attend<16>(problem, params, staging_bytes, stream);
+    launch_attend<16>(problem, params, stream);
   }
   if (outputs.num_parts > 1) {
     cuda::launch(

@@ -15,20 +15,22 @@
 #include "src/mla/sparse_mla_cache.h"
 
 // What sparse_mla and dense_mla share on GPUs. A block of 8 warps takes kHeads heads of one row and
-// one part of its keys, 64 at a time:
+// one part of its keys, 64 at a time. Each tile of 16 heads belongs to a team of 8 / (kHeads / 16)
+// warps, which after the keys have come wait for each other only:
 //
-//   fetch   packed rows of the next tile travel into a staging area while this one is computed;
-//           bf16 rows go straight to their place, all requests in flight at once
+//   fetch   bf16 rows of the next tile travel to a ring of 112 rows in shared memory while this
+//           tile is computed, the last 16 of them when the first 16 of this tile are used up;
+//           packed rows of the next tile travel to a staging area in the same place
 //   keys    bf16 [64, Dqk] in shared memory, zeros where a key is absent
-//   logits  Q [kHeads, Dqk] x K^T on tensor cores; the warps share out heads and keys
+//   logits  Q [kHeads, Dqk] x K^T on tensor cores; the warps of a team share out the keys
 //   softmax running maximum and sum of each head, 256 / kHeads threads a head; a weight as the sum
 //           of two bf16, because one alone would cost the output its last bit where few keys carry
 //           the weight
-//   values  P [kHeads, 64] x K[:, 0:512]; each warp owns 64 channels of all heads in registers
+//   values  P [kHeads, 64] x K[:, 0:512]; the warps of a team share out the channels, in registers
 //
-// Shared memory decides how many heads a block takes: 166 KiB for 64, 120 for 32, 97 for 16, and 41
-// for the staging area where it fits. With one part a block writes the result, otherwise a second
-// launch folds the parts in their order.
+// Shared memory decides how many heads a block takes: 167 KiB for 64, 121 for 32, 98 for 16, and 55
+// for the ring or 41 for the staging area where they fit. With one part a block writes the result,
+// otherwise a second launch folds the parts in their order.
 namespace fovea::internal::latent {
 
 using cuda::MmaA;
@@ -39,7 +41,9 @@ inline constexpr int kWarps = 8;
 inline constexpr int kThreads = 32 * kWarps;
 inline constexpr int kKeys = 64;
 inline constexpr int kValueDim = static_cast<int>(kLatentDim);
-inline constexpr int kChannelsPerWarp = kValueDim / kWarps;
+// Rows of the ring past those of one tile: with them the next tile has its place but for 16 keys.
+inline constexpr int kAheadKeys = 48;
+inline constexpr int kRingKeys = kKeys + kAheadKeys;
 // The 64 logits of a head, fp32, and later its weights: 64 rounded ones at the start, what they
 // lack 144 bytes further. Rows are an odd number of 16-byte units apart, for ldmatrix.
 inline constexpr int kScoreBytes = 304;
@@ -52,12 +56,36 @@ inline constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 // A row of queries or keys: an odd number of 16-byte units apart, for ldmatrix.
 constexpr int row_stride(int head_dim) { return head_dim + 8; }
 
+// Bytes of the ring past one tile. The staging area takes its place for packed rows.
+constexpr int64_t ahead_bytes(int head_dim) {
+  return int64_t{kAheadKeys} * row_stride(head_dim) * static_cast<int64_t>(sizeof(bf16_t));
+}
+
+// The warps that share a tile of 16 heads, and who this one is.
+template <int kHeads>
+struct Team {
+  static constexpr int kTiles = kHeads / 16;
+  static constexpr int kWarpsOfTile = kWarps / kTiles;
+  static constexpr int kChannels = kValueDim / kWarpsOfTile;  // of each warp
+  int tile = static_cast<int>(threadIdx.x / 32 % kTiles);
+  int member = static_cast<int>(threadIdx.x / 32 / kTiles);
+
+  __device__ int first_head() const { return tile * 16; }
+  __device__ void sync() const { cuda::sync_some(1 + tile, 32 * kWarpsOfTile); }
+};
+
+// Sums of a warp: 16 heads, its channels.
+template <int kHeads>
+using Values = MmaC[Team<kHeads>::kChannels / 8];
+
 // How the rows of a cache are stored.
 struct RowLayout {
   int64_t row_bytes;
   RowFormat format;
   bool aligned;  // every row starts at a multiple of 16 bytes
   bool staged;   // its tiles go through the staging area
+
+  __host__ bool is_plain() const { return format == RowFormat::kBf16 && aligned; }
 };
 
 struct Queries {
@@ -94,13 +122,20 @@ struct Outputs {
 template <int kHeads, int kHeadDim>
 struct SharedMemory {
   bf16_t q[kHeads][row_stride(kHeadDim)];
-  bf16_t k[kKeys][row_stride(kHeadDim)];
   alignas(16) uint8_t scores[kHeads][kScoreBytes];
-  const uint8_t* rows[3][kKeys];  // of this tile, the next and the one after
+  const uint8_t* rows[3][kKeys];    // of this tile, the next and the one after
+  uint32_t present[3][kKeys / 32];  // which of them there are, a bit a key
   float largest[kHeads];
   float sum[kHeads];
   float shrink[kHeads];  // what the new maximum leaves of the old sums
+  // At the end, because the ring or the staging area may follow.
+  alignas(16) bf16_t k[kKeys][row_stride(kHeadDim)];
 
+  // Row of a key of the tile that starts at row `first` of the ring.
+  __device__ bf16_t* ring_row(int first, int key) {
+    const int row = first + key;
+    return &k[0][0] + (row < kRingKeys ? row : row - kRingKeys) * row_stride(kHeadDim);
+  }
   __device__ float* logits(int head) { return reinterpret_cast<float*>(scores[head]); }
   __device__ bf16_t* weights(int head) { return reinterpret_cast<bf16_t*>(scores[head]); }
 };
@@ -119,46 +154,47 @@ __device__ uint4 load_bf16(const uint8_t* row, int i) {
   }
 }
 
-__device__ inline void store16(bf16_t* to, uint2 low, uint2 high, uint2 low2, uint2 high2) {
-  auto* const words = reinterpret_cast<uint4*>(to);
-  words[0] = make_uint4(low.x, low.y, high.x, high.y);
-  words[1] = make_uint4(low2.x, low2.y, high2.x, high2.y);
+// Eight codes.
+template <bool kAligned>
+__device__ uint2 load_codes(const uint8_t* from) {
+  if constexpr (kAligned) return *reinterpret_cast<const uint2*>(from);
+  uint32_t word[2] = {};
+  for (int b = 0; b < 8; ++b) word[b / 4] |= static_cast<uint32_t>(from[b]) << (8 * (b % 4));
+  return make_uint2(word[0], word[1]);
 }
 
-// One row of a cache as bf16, by the lanes of a warp.
+__device__ inline uint4 decode8(uint2 codes, float scale) {
+  const uint2 low = cuda::decode4(codes.x, scale);
+  const uint2 high = cuda::decode4(codes.y, scale);
+  return make_uint4(low.x, low.y, high.x, high.y);
+}
+
+// One row of a cache as bf16, by the lanes of a warp. A lane takes 8 neighbouring codes and the 8
+// that lie 256 further, so that the lanes store to neighbouring addresses.
 template <int kHeadDim, bool kAligned>
 __device__ __forceinline__ void load_key(RowFormat format, const uint8_t* row, bf16_t* to) {
   const int lane = threadIdx.x % 32;
+  auto* const places = reinterpret_cast<uint4*>(to);
   if (format == RowFormat::kBf16) {
-    for (int i = lane; i < kHeadDim / 8; i += 32) {
-      reinterpret_cast<uint4*>(to)[i] = load_bf16<kAligned>(row, i);
-    }
+    for (int i = lane; i < kHeadDim / 8; i += 32) places[i] = load_bf16<kAligned>(row, i);
     return;
   }
-  // 16 codes a lane cover the latent part; those of f576's rope part follow.
-  const uint4 codes = load_bf16<kAligned>(row, lane);
-  float scale = 1;
+  const uint2 low = load_codes<kAligned>(row + 8 * lane);
+  const uint2 high = load_codes<kAligned>(row + 256 + 8 * lane);
+  float low_scale = 1, high_scale = 1;
   if (format == RowFormat::kV32) {
-    const uint8_t* const at = row + kV32ScaleOffset + lane / 8 * 4;
-    if constexpr (kAligned) {
-      scale = *reinterpret_cast<const float*>(at);
-    } else {
-      scale = __uint_as_float(at[0] | at[1] << 8 | at[2] << 16 | uint32_t{at[3]} << 24);
-    }
-    if (lane < 8) {
-      reinterpret_cast<uint4*>(to + kLatentDim)[lane] =
-          load_bf16<kAligned>(row + kV32RopeOffset, lane);
-    }
-  } else if (lane < 4) {
-    const uint4 rope = load_bf16<kAligned>(row + kLatentDim, lane);
-    store16(to + kLatentDim + 16 * lane, cuda::decode4(rope.x, 1), cuda::decode4(rope.y, 1),
-            cuda::decode4(rope.z, 1), cuda::decode4(rope.w, 1));
+    low_scale = cuda::load_float<kAligned>(row + kV32ScaleOffset + lane / 16 * 4);
+    high_scale = cuda::load_float<kAligned>(row + kV32ScaleOffset + 8 + lane / 16 * 4);
+    if (lane < 8) places[kLatentDim / 8 + lane] = load_bf16<kAligned>(row + kV32RopeOffset, lane);
+  } else if (lane < 8) {
+    places[kLatentDim / 8 + lane] = decode8(load_codes<kAligned>(row + kLatentDim + 8 * lane), 1);
   }
-  store16(to + 16 * lane, cuda::decode4(codes.x, scale), cuda::decode4(codes.y, scale),
-          cuda::decode4(codes.z, scale), cuda::decode4(codes.w, scale));
+  places[lane] = decode8(low, low_scale);
+  places[32 + lane] = decode8(high, high_scale);
 }
 
 __device__ inline void clear_key(int head_dim, bf16_t* to) {
+#pragma unroll 1
   for (int i = threadIdx.x % 32; i < head_dim / 8; i += 32) {
     reinterpret_cast<uint4*>(to)[i] = make_uint4(0, 0, 0, 0);
   }
@@ -170,12 +206,46 @@ __device__ inline void stage_rows(const RowLayout& layout, const uint8_t* const*
   const int lane = threadIdx.x % 32;
   const int pieces = static_cast<int>(layout.row_bytes / 16);
 #pragma unroll
-  for (int i = 0; i < kKeys / kWarps; ++i) {
-    const int key = threadIdx.x / 32 + i * kWarps;
-    if (rows[key] == nullptr) continue;
-    for (int piece = lane; piece < pieces; piece += 32) {
-      cuda::copy_async<16>(staging + key * kStagedRowBytes + 16 * piece, rows[key] + 16 * piece,
-                           true);
+  for (int i = 0; i < kKeys; i += 4 * kWarps) {
+    const int key = i + static_cast<int>(threadIdx.x / 32);
+    const uint8_t* row[4];  // before the copies, past which no read moves
+#pragma unroll
+    for (int n = 0; n < 4; ++n) row[n] = rows[key + n * kWarps];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      if (row[n] == nullptr) continue;
+      uint8_t* const to = staging + (key + n * kWarps) * kStagedRowBytes;
+      cuda::copy_async<16>(to + 16 * lane, row[n] + 16 * lane, true);
+      if (lane + 32 < pieces) {
+        cuda::copy_async<16>(to + 16 * (lane + 32), row[n] + 16 * (lane + 32), true);
+      }
+    }
+  }
+}
+
+// Asks for the bf16 rows of the keys [begin, end) of a tile that starts at row `first` of the ring,
+// and clears the places of those that are absent; there after wait_for_copies and a barrier.
+template <int kBegin, int kEnd, int kHeads, int kHeadDim>
+__device__ __forceinline__ void fetch_rows(const uint8_t* const* rows, int first,
+                                           SharedMemory<kHeads, kHeadDim>& shared) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = kBegin; i < kEnd; i += 2 * kWarps) {
+    const int key = i + static_cast<int>(threadIdx.x / 32);
+    // Before the copies, past which no read moves.
+    const uint8_t* const row[2] = {rows[key], rows[key + kWarps]};
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      bf16_t* const to = shared.ring_row(first, key + n * kWarps);
+      if (row[n] == nullptr) {
+        clear_key(kHeadDim, to);
+        continue;
+      }
+#pragma unroll
+      for (int piece = 0; piece < kHeadDim / 8; piece += 32) {
+        if (piece + lane >= kHeadDim / 8) continue;
+        cuda::copy_async<16>(to + 8 * (piece + lane), row[n] + 16 * (piece + lane), true);
+      }
     }
   }
 }
@@ -187,6 +257,20 @@ __device__ __noinline__ void load_unaligned(RowFormat format, const uint8_t* con
 #pragma unroll 1
   for (int key = threadIdx.x / 32; key < kKeys; key += kWarps) {
     if (rows[key] != nullptr) load_key<kHeadDim, false>(format, rows[key], shared.k[key]);
+  }
+}
+
+// All places of the staging area, also those of absent keys, which are cleared afterwards: without
+// a branch several rows are on their way at a time.
+template <RowFormat kFormat, int kHeads, int kHeadDim>
+__device__ __forceinline__ void decode_staged(const uint8_t* staging,
+                                              SharedMemory<kHeads, kHeadDim>& shared) {
+  if constexpr (kHeadDim > kLatentDim) {
+    const int warp = threadIdx.x / 32;
+#pragma unroll 4
+    for (int i = 0; i < kKeys; i += kWarps) {
+      load_key<kHeadDim, true>(kFormat, staging + (warp + i) * kStagedRowBytes, shared.k[warp + i]);
+    }
   }
 }
 
@@ -209,10 +293,10 @@ __device__ void load_keys(const RowLayout& layout, const uint8_t* const* rows,
     }
     cuda::wait_for_copies();
   } else if (layout.staged) {
-#pragma unroll 2
-    for (int key = warp; key < kKeys; key += kWarps) {
-      if (rows[key] == nullptr) continue;
-      load_key<kHeadDim, true>(layout.format, staging + key * kStagedRowBytes, shared.k[key]);
+    if (layout.format == RowFormat::kV32) {
+      decode_staged<RowFormat::kV32>(staging, shared);
+    } else {
+      decode_staged<RowFormat::kF576>(staging, shared);
     }
   } else {
     load_unaligned<kHeads, kHeadDim>(layout.format, rows, shared);
@@ -250,39 +334,42 @@ __device__ void load_queries(const Queries& queries, int64_t t, int64_t first_he
   }
 }
 
-// logits[head][key] = dot(q, k), not yet scaled.
+// logits[head][key] = dot(q, k), not yet scaled, of the team's heads.
 template <int kHeads, int kHeadDim>
-__device__ void multiply_keys(SharedMemory<kHeads, kHeadDim>& shared) {
+__device__ __forceinline__ void multiply_keys(const Team<kHeads>& team, int first,
+                                              SharedMemory<kHeads, kHeadDim>& shared) {
   constexpr int kStride = row_stride(kHeadDim);
-  constexpr int kHeadTiles = kHeads / 16;
-  constexpr int kKeyWarps = kWarps / kHeadTiles;    // warps that share the keys
-  constexpr int kKeyTiles = kKeys / 8 / kKeyWarps;  // groups of 8 keys of each warp
-  const int warp = threadIdx.x / 32;
+  constexpr int kKeyTiles = kKeys / 8 / Team<kHeads>::kWarpsOfTile;  // groups of 8 keys a warp
   const int lane = threadIdx.x % 32;
-  const int first_head = warp % kHeadTiles * 16;
-  const int first_key = warp / kHeadTiles * kKeyTiles * 8;
+  const int first_key = team.member * kKeyTiles * 8;
+  const bf16_t* const q = shared.q[team.first_head()];
+  // Sixteen keys are neighbours in the ring.
+  const bf16_t* k[(kKeyTiles + 1) / 2];
+#pragma unroll
+  for (int n = 0; n < kKeyTiles; n += 2) k[n / 2] = shared.ring_row(first, first_key + 8 * n);
   MmaC sums[kKeyTiles] = {};
-#pragma unroll 3
+#pragma unroll 6
   for (int d = 0; d < kHeadDim; d += 32) {
-    const MmaA a0 = cuda::load_a(&shared.q[first_head][d], kStride);
-    const MmaA a1 = cuda::load_a(&shared.q[first_head][d + 16], kStride);
+    const MmaA a0 = cuda::load_a(q + d, kStride);
+    const MmaA a1 = cuda::load_a(q + d + 16, kStride);
+    MmaB b0[kKeyTiles], b1[kKeyTiles];
 #pragma unroll
     for (int n = 0; n < kKeyTiles; ++n) {
-      MmaB b0, b1;
-      cuda::load_b_transposed_deep(&shared.k[first_key + 8 * n][d], kStride, b0, b1);
-      cuda::mma(sums[n], a0, b0);
-      cuda::mma(sums[n], a1, b1);
+      cuda::load_b_transposed_deep(k[n / 2] + n % 2 * 8 * kStride + d, kStride, b0[n], b1[n]);
     }
+    // One sum after the other, so that no product waits for the last one.
+#pragma unroll
+    for (int n = 0; n < kKeyTiles; ++n) cuda::mma(sums[n], a0, b0[n]);
+#pragma unroll
+    for (int n = 0; n < kKeyTiles; ++n) cuda::mma(sums[n], a1, b1[n]);
   }
 #pragma unroll
   for (int n = 0; n < kKeyTiles; ++n) {
     const int key = first_key + 8 * n + 2 * (lane % 4);
-    float* const low = shared.logits(first_head + lane / 4) + key;
-    float* const high = shared.logits(first_head + lane / 4 + 8) + key;
-    low[0] = sums[n].x[0];
-    low[1] = sums[n].x[1];
-    high[0] = sums[n].x[2];
-    high[1] = sums[n].x[3];
+    const int head = team.first_head() + lane / 4;
+    *reinterpret_cast<float2*>(shared.logits(head) + key) = make_float2(sums[n].x[0], sums[n].x[1]);
+    *reinterpret_cast<float2*>(shared.logits(head + 8) + key) =
+        make_float2(sums[n].x[2], sums[n].x[3]);
   }
 }
 
@@ -291,16 +378,31 @@ static __device__ __noinline__ float capped(float logit, float cap) {
   return cap * tanhf(logit / cap);
 }
 
+// 2^x, zero below 2^-126: the weights of a tile next to the largest.
+__device__ inline float exp2_flushed(float x) {
+  float value;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
+  return value;
+}
+
+// What two weights have more than their bf16.
+__device__ inline uint32_t rest_pair(float low, float high, uint32_t rounded) {
+  return cuda::bf16_pair(low - __uint_as_float(rounded << 16),
+                         high - __uint_as_float(rounded & 0xFFFF0000u));
+}
+
 // Weights of the tile and the state of each head. A NaN logit does not become the maximum; it makes
 // its own weight NaN, and with it the head's sum.
 template <int kHeads, int kHeadDim>
-__device__ void softmax(const Scores& scores, const uint8_t* const* rows,
-                        SharedMemory<kHeads, kHeadDim>& shared) {
+__device__ __forceinline__ void softmax(const Team<kHeads>& team, const Scores& scores,
+                                        const uint32_t (&present)[kKeys / 32],
+                                        SharedMemory<kHeads, kHeadDim>& shared) {
   constexpr int kHeadThreads = kThreads / kHeads;  // neighbours in a warp
   constexpr int kQuads = kKeys / 4 / kHeadThreads;
   constexpr float kLog2E = 1.44269504f;
-  const int head = threadIdx.x / kHeadThreads;
-  const int first_key = threadIdx.x % kHeadThreads * 4;
+  const int lane = threadIdx.x % 32;
+  const int head = team.first_head() + (team.member * 32 + lane) / kHeadThreads;
+  const int first_key = lane % kHeadThreads * 4;
   float logit[kQuads][4];
   float tile_max = kNegInf;
 #pragma unroll
@@ -309,17 +411,23 @@ __device__ void softmax(const Scores& scores, const uint8_t* const* rows,
     const float4 dots = *reinterpret_cast<const float4*>(shared.logits(head) + key);
     const float dot[4] = {dots.x, dots.y, dots.z, dots.w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      logit[n][i] = rows[key + i] != nullptr ? scores.logit_scale * dot[i] : kNegInf;
-    }
+    for (int i = 0; i < 4; ++i) logit[n][i] = scores.logit_scale * dot[i];
   }
   if (scores.logit_cap > 0) {
 #pragma unroll
     for (int n = 0; n < kQuads; ++n) {
 #pragma unroll
+      for (int i = 0; i < 4; ++i) logit[n][i] = capped(logit[n][i], scores.logit_cap);
+    }
+  }
+  if ((present[0] & present[1]) != 0xFFFFFFFF) {
+#pragma unroll
+    for (int n = 0; n < kQuads; ++n) {
+      const int key = first_key + 4 * kHeadThreads * n;
+      const uint32_t bits = present[key / 32] >> key % 32;
+#pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (rows[first_key + 4 * kHeadThreads * n + i] == nullptr) continue;
-        logit[n][i] = capped(logit[n][i], scores.logit_cap);
+        if ((bits >> i & 1) == 0) logit[n][i] = kNegInf;
       }
     }
   }
@@ -334,22 +442,25 @@ __device__ void softmax(const Scores& scores, const uint8_t* const* rows,
   }
   const float before = shared.largest[head];
   const float largest = fmaxf(before, tile_max);
+  // Without any weight so far, -inf - -inf must not become NaN; a NaN logit must stay one.
+  const float reference = largest == kNegInf ? 0.0f : largest;
   float quad_sum[kQuads];
   __syncwarp();  // the weights take the place of the logits
 #pragma unroll
   for (int n = 0; n < kQuads; ++n) {
-    bf16_t rounded[4], rest[4];
+    float weights[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      // Without any weight so far, -inf - -inf must not become NaN; a NaN logit must stay one.
-      const float weight = logit[n][i] == kNegInf ? 0.0f : exp2f((logit[n][i] - largest) * kLog2E);
-      rounded[i] = bf16_from_float(weight);
-      rest[i] = bf16_from_float(weight - bf16_to_float(rounded[i]));
+      const float weight = exp2_flushed((logit[n][i] - reference) * kLog2E);
+      weights[i] = weight;
       quad_sum[n] = i == 0 ? weight : quad_sum[n] + weight;
     }
     bf16_t* const to = shared.weights(head) + first_key + 4 * kHeadThreads * n;
-    cuda::store4<true>(rounded, to);
-    cuda::store4<true>(rest, to + kRestOffset);
+    const uint2 rounded = make_uint2(cuda::bf16_pair(weights[0], weights[1]),
+                                     cuda::bf16_pair(weights[2], weights[3]));
+    *reinterpret_cast<uint2*>(to) = rounded;
+    *reinterpret_cast<uint2*>(to + kRestOffset) = make_uint2(
+        rest_pair(weights[0], weights[1], rounded.x), rest_pair(weights[2], weights[3], rounded.y));
   }
   // Quad q joins q ^ 8, then q ^ 4, 2, 1, in a thread or across: the same sum for any kHeads.
 #pragma unroll
@@ -362,7 +473,7 @@ __device__ void softmax(const Scores& scores, const uint8_t* const* rows,
   for (int step = kHeadThreads / 2; step > 0; step /= 2) {
     sum += __shfl_xor_sync(0xFFFFFFFF, sum, step);
   }
-  if (threadIdx.x % kHeadThreads == 0) {
+  if (lane % kHeadThreads == 0) {
     const float shrink = before == largest ? 1.0f : exp2f((before - largest) * kLog2E);
     shared.largest[head] = largest;
     shared.shrink[head] = shrink;
@@ -370,45 +481,47 @@ __device__ void softmax(const Scores& scores, const uint8_t* const* rows,
   }
 }
 
-// values[m][n] of the warp's 64 channels: shrunk, plus the tile's weights times its keys.
-template <int kHeads, int kHeadDim>
-__device__ void add_values(SharedMemory<kHeads, kHeadDim>& shared,
-                           MmaC (&values)[kHeads / 16][kChannelsPerWarp / 8]) {
+// values[n] of the warp's channels: shrunk, plus the tile's weights times its keys. Calls
+// after_first() when the first 16 keys are used up.
+template <int kHeads, int kHeadDim, class AfterFirst>
+__device__ __forceinline__ void add_values(const Team<kHeads>& team, int first,
+                                           const AfterFirst& after_first,
+                                           SharedMemory<kHeads, kHeadDim>& shared,
+                                           Values<kHeads>& values) {
   constexpr int kStride = row_stride(kHeadDim);
+  constexpr int kTiles = Team<kHeads>::kChannels / 8;
   const int lane = threadIdx.x % 32;
-  const int first_channel = threadIdx.x / 32 * kChannelsPerWarp;
+  const int first_channel = team.member * Team<kHeads>::kChannels;
+  const float low = shared.shrink[team.first_head() + lane / 4];
+  const float high = shared.shrink[team.first_head() + lane / 4 + 8];
+  // Mostly no maximum has changed.
+  if (!__all_sync(0xFFFFFFFF, low == 1 && high == 1)) {
 #pragma unroll
-  for (int m = 0; m < kHeads / 16; ++m) {
-    const float low = shared.shrink[16 * m + lane / 4];
-    const float high = shared.shrink[16 * m + lane / 4 + 8];
-#pragma unroll
-    for (int n = 0; n < kChannelsPerWarp / 8; ++n) {
-      values[m][n].x[0] *= low;
-      values[m][n].x[1] *= low;
-      values[m][n].x[2] *= high;
-      values[m][n].x[3] *= high;
+    for (int n = 0; n < kTiles; ++n) {
+      values[n].x[0] *= low;
+      values[n].x[1] *= low;
+      values[n].x[2] *= high;
+      values[n].x[3] *= high;
     }
   }
+  const bf16_t* const weights = shared.weights(team.first_head());
 #pragma unroll 1
   for (int key = 0; key < kKeys; key += 16) {
-    MmaA rounded[kHeads / 16], rest[kHeads / 16];
+    const MmaA rounded = cuda::load_a(weights + key, kWeightStride);
+    const MmaA rest = cuda::load_a(weights + kRestOffset + key, kWeightStride);
+    const bf16_t* const k = shared.ring_row(first, key) + first_channel;
+    // Four sums in turn, so that no product waits for the last one.
 #pragma unroll
-    for (int m = 0; m < kHeads / 16; ++m) {
-      rounded[m] = cuda::load_a(shared.weights(16 * m) + key, kWeightStride);
-      rest[m] = cuda::load_a(shared.weights(16 * m) + kRestOffset + key, kWeightStride);
+    for (int n = 0; n < kTiles; n += 4) {
+      MmaB b[4];
+      cuda::load_b(k + 8 * n, kStride, b[0], b[1]);
+      cuda::load_b(k + 8 * n + 16, kStride, b[2], b[3]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) cuda::mma(values[n + i], rounded, b[i]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) cuda::mma(values[n + i], rest, b[i]);
     }
-#pragma unroll
-    for (int n = 0; n < kChannelsPerWarp / 8; n += 2) {
-      MmaB b0, b1;
-      cuda::load_b(&shared.k[key][first_channel + 8 * n], kStride, b0, b1);
-#pragma unroll
-      for (int m = 0; m < kHeads / 16; ++m) {
-        cuda::mma(values[m][n], rounded[m], b0);
-        cuda::mma(values[m][n], rest[m], b0);
-        cuda::mma(values[m][n + 1], rounded[m], b1);
-        cuda::mma(values[m][n + 1], rest[m], b1);
-      }
-    }
+    if (key == 0) after_first();
   }
 }
 
@@ -442,42 +555,69 @@ __device__ void clear_state(SharedMemory<kHeads, kHeadDim>& shared) {
   }
 }
 
-// Attends to the blocks [begin_block, end_block) of 64 keys. `keys` knows the row of every key,
-// row(block, key), null where it is absent, and the layout(block) of each block's rows. Begins and
-// ends without a barrier.
+// Attends to the blocks [begin_block, end_block) of 64 keys. `keys` knows the place(block, key) of
+// every key, which takes a read of a table, its row(block, key, place), null where it is absent,
+// and the layout(block) of each block's rows. With `ring` all rows are aligned bf16 and the ring
+// has its place behind `shared`. Begins and ends without a barrier.
 template <int kHeads, int kHeadDim, class Keys>
-__device__ __forceinline__ void attend_blocks(const Keys& keys, int64_t begin_block,
+__device__ __forceinline__ void attend_blocks(const Keys& keys, bool ring, int64_t begin_block,
                                               int64_t end_block, const Scores& scores,
                                               SharedMemory<kHeads, kHeadDim>& shared,
-                                              uint8_t* staging,
-                                              MmaC (&values)[kHeads / 16][kChannelsPerWarp / 8]) {
-  const auto find_rows = [&](int64_t block) {
-    if (threadIdx.x < kKeys && block < end_block) {
-      shared.rows[block % 3][threadIdx.x] = keys.row(block, static_cast<int>(threadIdx.x));
-    }
-  };
+                                              Values<kHeads>& values) {
+  const Team<kHeads> team;
+  auto* const staging = reinterpret_cast<uint8_t*>(&shared + 1);
+  const int key = static_cast<int>(threadIdx.x);
+  // Of whole warps.
+  const auto finds = [&](int64_t block) { return key < kKeys && block < end_block; };
   const auto stage = [&](int64_t block) {
     if (block >= end_block) return;
     const RowLayout& layout = keys.layout(block);
     if (layout.staged) stage_rows(layout, shared.rows[block % 3], staging);
   };
-  find_rows(begin_block);
-  find_rows(begin_block + 1);
+  const auto set_row = [&](int64_t block, int32_t place) {
+    const uint8_t* const row = keys.row(block, key, place);
+    const uint32_t present = __ballot_sync(0xFFFFFFFF, row != nullptr);
+    shared.rows[block % 3][key] = row;
+    if (key % 32 == 0) shared.present[block % 3][key / 32] = present;
+  };
+  for (int64_t block = begin_block; block < begin_block + 2; ++block) {
+    if (finds(block)) set_row(block, keys.place(block, key));
+  }
   __syncthreads();
-  stage(begin_block);
+  int first = 0;  // row of the ring where the tile starts
+  if (ring) {
+    if (begin_block < end_block) fetch_rows<0, kKeys>(shared.rows[begin_block % 3], first, shared);
+  } else {
+    stage(begin_block);
+  }
   for (int64_t block = begin_block; block < end_block; ++block) {
     const uint8_t* const* const rows = shared.rows[block % 3];
+    const uint8_t* const* const next_rows = shared.rows[(block + 1) % 3];
+    const bool fetches = ring && block + 1 < end_block;
+    const int next = first + kKeys < kRingKeys ? first + kKeys : first + kKeys - kRingKeys;
     cuda::wait_for_copies();
-    __syncthreads();  // staged rows are there; the last tile's keys and weights are used up
-    load_keys(keys.layout(block), rows, staging, shared);
-    __syncthreads();
-    stage(block + 1);
-    find_rows(block + 2);
-    multiply_keys(shared);
-    __syncthreads();
-    softmax(scores, rows, shared);
-    __syncthreads();
-    add_values(shared, values);
+    __syncthreads();  // fetched rows are there; the last tile's keys and weights are used up
+    if (!ring) {
+      load_keys(keys.layout(block), rows, staging, shared);
+      __syncthreads();
+      stage(block + 1);
+    } else if (fetches) {
+      fetch_rows<0, kAheadKeys>(next_rows, next, shared);
+    }
+    // Asked for before the products and looked at after them.
+    const int32_t place = finds(block + 2) ? keys.place(block + 2, key) : -1;
+    multiply_keys(team, first, shared);
+    if (finds(block + 2)) set_row(block + 2, place);
+    team.sync();
+    softmax(team, scores, shared.present[block % 3], shared);
+    team.sync();
+    const auto after_first = [&] {
+      if (!fetches) return;
+      __syncthreads();
+      fetch_rows<kAheadKeys, kKeys>(next_rows, next, shared);
+    };
+    add_values(team, first, after_first, shared, values);
+    if (ring) first = next;
   }
 }
 
@@ -486,9 +626,9 @@ __device__ __forceinline__ void attend_blocks(const Keys& keys, int64_t begin_bl
 template <int kHeads, int kHeadDim>
 __device__ void store_part(const Outputs& outputs, int64_t t, int64_t first_head, int64_t end_head,
                            int64_t part, bool is_result, SharedMemory<kHeads, kHeadDim>& shared,
-                           const MmaC (&values)[kHeads / 16][kChannelsPerWarp / 8]) {
+                           const Values<kHeads>& values) {
+  const Team<kHeads> team;
   const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
   __syncthreads();
   if (threadIdx.x < kHeads && first_head + threadIdx.x < end_head) {
     const int64_t head = first_head + threadIdx.x;
@@ -503,35 +643,32 @@ __device__ void store_part(const Outputs& outputs, int64_t t, int64_t first_head
     }
   }
   __syncthreads();
-  const int first_channel = warp * kChannelsPerWarp + 2 * (lane % 4);
+  const int first_channel = team.member * Team<kHeads>::kChannels + 2 * (lane % 4);
 #pragma unroll
-  for (int m = 0; m < kHeads / 16; ++m) {
+  for (int half = 0; half < 2; ++half) {
+    const int in_group = team.first_head() + lane / 4 + 8 * half;
+    const int64_t head = first_head + in_group;
+    if (head >= end_head) continue;
+    const float factor = shared.shrink[in_group];
+    const bool zero = is_result && factor == 0;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int in_group = 16 * m + lane / 4 + 8 * half;
-      const int64_t head = first_head + in_group;
-      if (head >= end_head) continue;
-      const float factor = shared.shrink[in_group];
-      const bool zero = is_result && factor == 0;
-#pragma unroll
-      for (int n = 0; n < kChannelsPerWarp / 8; ++n) {
-        const float low = values[m][n].x[2 * half];
-        const float high = values[m][n].x[2 * half + 1];
-        const int channel = first_channel + 8 * n;
-        if (is_result) {
-          bf16_t* const to = outputs.out.row(t, head) + channel;
-          const uint32_t pair = zero ? 0 : cuda::bf16_pair(factor * low, factor * high);
-          if (outputs.out_aligned) {
-            *reinterpret_cast<uint32_t*>(to) = pair;
-          } else {
-            to[0].bits = static_cast<uint16_t>(pair);
-            to[1].bits = static_cast<uint16_t>(pair >> 16);
-          }
+    for (int n = 0; n < Team<kHeads>::kChannels / 8; ++n) {
+      const float low = values[n].x[2 * half];
+      const float high = values[n].x[2 * half + 1];
+      const int channel = first_channel + 8 * n;
+      if (is_result) {
+        bf16_t* const to = outputs.out.row(t, head) + channel;
+        const uint32_t pair = zero ? 0 : cuda::bf16_pair(factor * low, factor * high);
+        if (outputs.out_aligned) {
+          *reinterpret_cast<uint32_t*>(to) = pair;
         } else {
-          float* const to =
-              outputs.part_values + outputs.part_index(t, part, head) * kValueDim + channel;
-          *reinterpret_cast<float2*>(to) = make_float2(low, high);
+          to[0].bits = static_cast<uint16_t>(pair);
+          to[1].bits = static_cast<uint16_t>(pair >> 16);
         }
+      } else {
+        float* const to =
+            outputs.part_values + outputs.part_index(t, part, head) * kValueDim + channel;
+        *reinterpret_cast<float2*>(to) = make_float2(low, high);
       }
     }
   }
@@ -579,10 +716,26 @@ struct PartMemory {
   }
 };
 
-// Shared memory of a block without the staging area.
+// Shared memory of a block without ring and staging area.
 inline int64_t shared_bytes(int heads) {
   if (heads == 64) return sizeof(SharedMemory<64, 576>);
   return heads == 32 ? sizeof(SharedMemory<32, 576>) : sizeof(SharedMemory<16, 576>);
+}
+
+// Whether a block has room for rows of the next tile. In a ring only where it costs no block of its
+// multiprocessor: two with 16 heads hide each other's fetches.
+inline bool has_staging(int heads, int64_t max_shared_bytes) {
+  return shared_bytes(heads) + kStagingBytes <= max_shared_bytes;
+}
+inline bool has_ring(int heads, int64_t max_shared_bytes) {
+  return heads > 16 && shared_bytes(heads) + ahead_bytes(576) <= max_shared_bytes;
+}
+
+template <int kHeads, int kHeadDim>
+size_t block_bytes(bool ring, bool stages) {
+  return sizeof(SharedMemory<kHeads, kHeadDim>) + (ring     ? ahead_bytes(kHeadDim)
+                                                   : stages ? kStagingBytes
+                                                            : 0);
 }
 
 // The largest group of heads that a device has shared memory for.

@@ -48,6 +48,7 @@ struct Params {
   Outputs outputs;
   int64_t num_rows;
   int64_t head_groups;
+  bool ring;
 };
 
 // The slots of one row.
@@ -59,12 +60,15 @@ struct RowSlots {
   __device__ const RowLayout& layout(int64_t block) const {
     return params.segments[block < parts.primary_blocks ? 0 : 1].layout;
   }
-  __device__ const uint8_t* row(int64_t block, int key) const {
+  __device__ int32_t place(int64_t block, int key) const {
     const bool primary = block < parts.primary_blocks;
     const Segment& segment = params.segments[primary ? 0 : 1];
     const int64_t slot = (primary ? block : block - parts.primary_blocks) * kBlockSlots + key;
-    if (slot >= (primary ? parts.primary_slots : parts.extra_slots)) return nullptr;
-    return segment.row(segment.indices[t * segment.index_stride + slot]);
+    if (slot >= (primary ? parts.primary_slots : parts.extra_slots)) return -1;
+    return segment.indices[t * segment.index_stride + slot];
+  }
+  __device__ const uint8_t* row(int64_t block, int, int32_t index) const {
+    return params.segments[block < parts.primary_blocks ? 0 : 1].row(index);
   }
 };
 
@@ -88,9 +92,9 @@ __global__ void __launch_bounds__(kThreads, kHeads == 16 ? 2 : 1)
                static_cast<int>(num_heads - first_head < kHeads ? num_heads - first_head : kHeads),
                shared);
   clear_state(shared);
-  MmaC values[kHeads / 16][kChannelsPerWarp / 8] = {};
-  attend_blocks(RowSlots{params, parts, t}, begin_block, end_block, params.scores, shared,
-                memory + sizeof(SharedMemory<kHeads, kHeadDim>), values);
+  Values<kHeads> values = {};
+  attend_blocks(RowSlots{params, parts, t}, params.ring, begin_block, end_block, params.scores,
+                shared, values);
   store_part(params.outputs, t, first_head, num_heads, part, parts.num_parts <= 1, shared, values);
 }
 
@@ -117,7 +121,7 @@ int64_t parts_of(const SparseMlaProblem& problem, const Device& device) {
   return std::clamp<int64_t>(wanted, 1, std::clamp<int64_t>(blocks / 2, 1, kMaxParts));
 }
 
-Segment device_segment(const SparseMlaSegment& from, bool has_staging) {
+Segment device_segment(const SparseMlaSegment& from, bool may_stage) {
   Segment to{};
   to.base = from.base;
   to.num_pages = from.num_pages;
@@ -127,7 +131,7 @@ Segment device_segment(const SparseMlaSegment& from, bool has_staging) {
   to.layout.format = from.format;
   to.layout.aligned = reinterpret_cast<uintptr_t>(from.base) % 16 == 0 &&
                       from.page_stride_bytes % 16 == 0 && from.row_bytes % 16 == 0;
-  to.layout.staged = has_staging && to.layout.aligned && from.format != RowFormat::kBf16;
+  to.layout.staged = may_stage && to.layout.aligned && from.format != RowFormat::kBf16;
   to.indices = from.indices.data;
   to.index_stride = from.indices.stride[0];
   to.width = from.indices ? from.indices.shape[1] : 0;
@@ -136,17 +140,18 @@ Segment device_segment(const SparseMlaSegment& from, bool has_staging) {
 }
 
 template <int kHeads>
-void launch_attend(const SparseMlaProblem& problem, const Params& params, size_t staging_bytes,
-                   Stream stream) {
+void launch_attend(const SparseMlaProblem& problem, const Params& params, Stream stream) {
+  const bool stages = params.segments[0].layout.staged || params.segments[1].layout.staged;
+
   const dim3 grid(static_cast<unsigned>(params.num_rows * params.head_groups),
                   static_cast<unsigned>(params.outputs.num_parts));
   if (problem.head_dim_qk == 576) {
     cuda::launch("sparse_mla", attend<kHeads, 576>,
-                 {grid, dim3(kThreads), sizeof(SharedMemory<kHeads, 576>) + staging_bytes}, stream,
+                 {grid, dim3(kThreads), block_bytes<kHeads, 576>(params.ring, stages)}, stream,
                  params);
   } else {
     cuda::launch("sparse_mla", attend<kHeads, 512>,
-                 {grid, dim3(kThreads), sizeof(SharedMemory<kHeads, 512>) + staging_bytes}, stream,
+                 {grid, dim3(kThreads), block_bytes<kHeads, 512>(params.ring, stages)}, stream,
                  params);
   }
 }
@@ -173,12 +178,14 @@ void sparse_mla_cuda_portable(const SparseMlaProblem& problem, const Device& dev
   WorkspaceCutter cutter(workspace);
   Params params{};
   params.queries = device_queries(tensors.q);
-  const bool has_staging =
-      shared_bytes(heads) + kStagingBytes <= cuda::device_facts(device.ordinal).max_shared_bytes;
-  params.segments[0] = device_segment(primary_segment(problem, tensors), has_staging);
-  params.segments[1] = device_segment(extra_segment(problem, tensors), has_staging);
-  const size_t staging_bytes =
-      params.segments[0].layout.staged || params.segments[1].layout.staged ? kStagingBytes : 0;
+  const int64_t max_shared_bytes = cuda::device_facts(device.ordinal).max_shared_bytes;
+  const bool may_stage = has_staging(heads, max_shared_bytes);
+  params.segments[0] = device_segment(primary_segment(problem, tensors), may_stage);
+  params.segments[1] = device_segment(extra_segment(problem, tensors), may_stage);
+  params.ring = has_ring(heads, max_shared_bytes);
+  for (const Segment& segment : params.segments) {
+    if (segment.width > 0) params.ring = params.ring && segment.layout.is_plain();
+  }
   params.scores = {static_cast<float>(logit_scale(problem)), problem.logit_cap};
   params.num_rows = tensors.q.shape[0];
   params.head_groups = (problem.num_heads + heads - 1) / heads;
@@ -196,11 +203,11 @@ void sparse_mla_cuda_portable(const SparseMlaProblem& problem, const Device& dev
   outputs.part_values = memory.values;
   outputs.part_state = memory.state;
   if (heads == 64) {
-    launch_attend<64>(problem, params, staging_bytes, stream);
+    launch_attend<64>(problem, params, stream);
   } else if (heads == 32) {
-    launch_attend<32>(problem, params, staging_bytes, stream);
+    launch_attend<32>(problem, params, stream);
   } else {
-    launch_attend<16>(problem, params, staging_bytes, stream);
+    launch_attend<16>(problem, params, stream);
   }
   if (outputs.num_parts > 1) {
     cuda::launch(
