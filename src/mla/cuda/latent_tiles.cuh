@@ -76,7 +76,7 @@ __device__ __forceinline__ void multiply_keys(const Team<kHeads>& team, int firs
 #pragma unroll
   for (int n = 0; n < kKeyTiles; n += 2) k[n / 2] = shared.ring_row(first, first_key + 8 * n);
   MmaC sums[kKeyTiles] = {};
-#pragma unroll 6
+#pragma unroll 18
   for (int d = 0; d < kHeadDim; d += 32) {
     const MmaA a0 = cuda::load_a(q + d, kStride);
     const MmaA a1 = cuda::load_a(q + d + 16, kStride);
@@ -226,7 +226,7 @@ __device__ __forceinline__ void add_values(const Team<kHeads>& team, int first,
     }
   }
   const bf16_t* const weights = shared.weights(team.first_head());
-#pragma unroll 1
+#pragma unroll 2
   for (int key = 0; key < kKeys; key += 16) {
     const MmaA rounded = cuda::load_a(weights + key, kWeightStride);
     const MmaA rest = cuda::load_a(weights + kRestOffset + key, kWeightStride);
