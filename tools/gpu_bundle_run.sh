@@ -78,7 +78,7 @@ job() {
   fi
   log=$(timeout --foreground "$left" "$@" "$test" --gtest_brief=1 "--gtest_filter=$filter" 2>&1)
   status=$?
-  count() { grep -oE "^\[  $1 *\] [0-9]+ test" <<<"$log" | grep -oE '[0-9]+' | head -n 1; }
+  count() { grep -oE "^\[  $1 *\] [0-9]+ test" <<<"$log" | grep -oE '[0-9]+' | tail -n 1; }
   p=$(count PASSED) f=$(count FAILED) s=$(count SKIPPED)
   # A crash, a sanitizer's finding and a time limit leave no failed case.
   if [ "$status" -ne 0 ] && [ "${f:-0}" -eq 0 ]; then f=1; fi
