@@ -63,9 +63,6 @@ room() { basename "$1" | sed 's/^fovea_test_//'; }
 memory_cases='*MoreThanIsFree*:*TooManyPages*:*DsaMemory*'
 endless_cases='*NothingWaitsForTheDevice*'
 
-# cases <test binary>: how many the filter leaves.
-cases() { "$1" --gtest_list_tests "--gtest_filter=$filter" 2>/dev/null | grep -c '^  '; }
-
 # job <deadline> <text file> <label> <test binary> <command...>: one test binary under a command (env, a sanitizer), with
 # the shard that the environment names. Appends a line "passed failed skipped", then what to print.
 job() {
@@ -93,15 +90,21 @@ job() {
 # suites <deadline> <jobs> <command...>: every test binary with the filter, so many at a time (long ones in parts);
 # prints totals. The deadline is that of the section; what it cuts short counts as a failure.
 suites() {
-  local deadline=$1 jobs=$2 test number=0 shards shard texts passed=0 failed=0 skipped=0 p f s text
+  local deadline=$1 jobs=$2 test list number=0 shards shard texts passed=0 failed=0 skipped=0 p f s text
   shift 2
   texts=$(mktemp -d)
   for test in bin/fovea_test_*; do
-    number=$(cases "$test")
+    # What leaves no text of its own, or cannot even list its cases, has failed.
+    printf '0 1 0\n%-16s does not start\n' "$(room "$test")" >"$texts/$(room "$test").0"
+    list=$("$test" --gtest_list_tests "--gtest_filter=$filter" 2>&1) || continue
+    number=$(grep -c '^  ' <<<"$list")
+    [ "$number" -gt 0 ] || rm "$texts/$(room "$test").0"
     [ "$number" -gt 0 ] || continue
     shards=1
     [ "$jobs" -eq 1 ] || shards=$((number / 40 + 1))
     for ((shard = 0; shard < shards; ++shard)); do
+      printf '0 1 0\n%-16s ended without a word\n' "$(room "$test") $((shard + 1))/$shards" \
+        >"$texts/$(room "$test").$shard"
       while [ "$(jobs -rp | wc -l)" -ge "$jobs" ]; do wait -n; done
       GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$shard job "$deadline" "$texts/$(room "$test").$shard" \
         "$(room "$test") $((shard + 1))/$shards" "$test" "$@" &

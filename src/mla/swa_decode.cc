@@ -38,6 +38,10 @@ void check_problem(const SwaDecodeProblem& problem) {
   internal::check_range(kOp, "window", problem.window, 1, kMaxInt32);
   internal::check_range(kOp, "fixed_splits", problem.fixed_splits, 0,
                         std::numeric_limits<int64_t>::max());
+  // Bytes of the workspace, a few copies of all lists, are counted in 64 bits.
+  constexpr int64_t kMaxElements = std::numeric_limits<int64_t>::max() / 64;
+  internal::check_range(kOp, "max_rows", problem.max_rows, 0,
+                        kMaxElements / (internal::swa_columns(problem) + problem.num_heads + 1));
   internal::check_positive_finite(kOp, "softmax_scale", problem.softmax_scale);
   const RowFormat format = problem.row_format;
   if (format != RowFormat::kR512 && format != RowFormat::kV4 && format != RowFormat::kBf16) {

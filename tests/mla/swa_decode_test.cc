@@ -387,6 +387,7 @@ TEST(SwaDecode, RefusesWhatItsTableDoesNotList) {
   refuse([](SwaDecodeProblem& p) { p.num_heads = 0; });
   refuse([](SwaDecodeProblem& p) { p.width = 0; });
   refuse([](SwaDecodeProblem& p) { p.window = 0; });
+  refuse([](SwaDecodeProblem& p) { p.max_rows = p.width = p.window = 0x7FFFFFFF; });
   refuse([](SwaDecodeProblem& p) { p.softmax_scale = 0; });
   refuse([](SwaDecodeProblem& p) { p.page_size = 0; });
   refuse([](SwaDecodeProblem& p) { p.row_format = RowFormat::kV32; });
