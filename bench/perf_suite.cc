@@ -18,9 +18,9 @@ constexpr double kReadGbPerS = 4330;
 constexpr double kBf16Gflops = 775e3;
 constexpr double kFp8Gflops = 1464e3;
 
-constexpr char kNoV4[] = "row format v4 is not in this build";
-constexpr char kNoR512[] = "row format r512 is not in this build";
-constexpr char kNoD512[] = "rows of 512 channels are not in this build";
+constexpr char kNoV4[] = "no case here yet for rows of format v4";
+constexpr char kNoR512[] = "no case here yet for rows of format r512";
+constexpr char kNoD512[] = "no case here yet for rows of 512 channels";
 
 class Rows {
  public:

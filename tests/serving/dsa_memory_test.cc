@@ -2,13 +2,13 @@
 #include <gtest/gtest.h>
 
 #include <memory>
-#include <new>
 #include <string>
 
 #include "fovea/device_memory.h"
 #include "fovea/dsa_backend.h"
 #include "fovea/error.h"
 #include "tests/serving/dsa_rig.h"
+#include "tests/support/limited_memory.h"
 
 namespace fovea {
 namespace {
@@ -16,32 +16,12 @@ namespace {
 using test::DsaRig;
 using testing::HasSubstr;
 
-// Gives away `limit` bytes and no more.
-class LimitedMemory : public MemoryResource {
- public:
-  LimitedMemory(const Device& device, size_t limit) : left(limit), device_(device) {}
-  void* allocate(size_t bytes, Stream) noexcept override {
-    if (bytes > left) return nullptr;
-    left -= bytes;
-    return ::operator new (bytes, std::align_val_t{256}, std::nothrow);
-  }
-  void release(void* data, size_t bytes, Stream stream) noexcept override {
-    test::wait_for(device_, stream);
-    ::operator delete (data, std::align_val_t{256});
-    left += bytes;
-  }
-  size_t left;
-
- private:
-  Device device_;
-};
-
 class DsaMemory : public test::DeviceSuite {
  protected:
   void TearDown() override { set_memory_resource(device_, nullptr); }
 
-  std::shared_ptr<LimitedMemory> limit(size_t bytes) {
-    const auto memory = std::make_shared<LimitedMemory>(device_, bytes);
+  std::shared_ptr<test::LimitedMemory> limit(size_t bytes) {
+    const auto memory = std::make_shared<test::LimitedMemory>(device_, bytes);
     set_memory_resource(device_, memory);
     return memory;
   }

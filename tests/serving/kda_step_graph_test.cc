@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <array>
 #include <memory>
-#include <new>
 #include <optional>
 #include <string>
 #include <utility>
@@ -18,6 +17,7 @@
 #include "src/core/fault_injection.h"
 #include "src/core/kernel_fault.h"
 #include "tests/support/devices.h"
+#include "tests/support/limited_memory.h"
 #include "tests/support/memory.h"
 #include "tests/support/rng.h"
 #include "tests/support/spinner.h"
@@ -449,39 +449,19 @@ TEST_P(KdaStepGraph, AFailedLaunchLeavesTheNextStepAlone) {
   }
 }
 
-// Gives away `left` bytes and no more.
-class LimitedMemory : public MemoryResource {
- public:
-  LimitedMemory(const Device& device, size_t limit) : left(limit), device_(device) {}
-  void* allocate(size_t bytes, Stream) noexcept override {
-    if (bytes > left) return nullptr;
-    left -= bytes;
-    return ::operator new (bytes, std::align_val_t{256}, std::nothrow);
-  }
-  void release(void* data, size_t bytes, Stream stream) noexcept override {
-    test::wait_for(device_, stream);
-    ::operator delete (data, std::align_val_t{256});
-    left += bytes;
-  }
-  size_t left;
-
- private:
-  Device device_;
-};
-
 class KdaMemory : public test::DeviceSuite {
  protected:
   void TearDown() override { set_memory_resource(device_, nullptr); }
 
-  std::shared_ptr<LimitedMemory> limit(size_t bytes) {
-    const auto memory = std::make_shared<LimitedMemory>(device_, bytes);
+  std::shared_ptr<test::LimitedMemory> limit(size_t bytes) {
+    const auto memory = std::make_shared<test::LimitedMemory>(device_, bytes);
     set_memory_resource(device_, memory);
     return memory;
   }
 
   // Tries `make` with 16 limits below what it needs.
   template <class Make>
-  void expect_refusals(LimitedMemory* memory, size_t needed, const Make& make) {
+  void expect_refusals(test::LimitedMemory* memory, size_t needed, const Make& make) {
     ASSERT_GT(needed, 0u);
     for (size_t bytes = 0; bytes < needed; bytes += needed / 16 + 1) {
       memory->left = bytes;

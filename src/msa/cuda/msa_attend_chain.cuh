@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "src/core/cuda/arithmetic.cuh"
 #include "src/core/cuda/fp8.cuh"
 #include "src/core/cuda/fp8_encode.cuh"
 #include "src/core/cuda/mma.cuh"
@@ -62,13 +63,6 @@ struct AttendParams {
   float* part_values;  // [row * KV heads + head][part][group][head_dim]
   float* part_state;   // [row * KV heads + head][part][group][2]: largest logit, sum
 };
-
-// 2^x; results below the normal range are 0.
-__device__ inline float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // The stored row of a token.
 struct TokenRow {
@@ -425,14 +419,14 @@ class Chain {
       largest = fmaxf(largest, state.largest[half]);
       // While all logits are -inf, subtract 0: -inf minus -inf would be NaN.
       const float base = largest == kNegInf ? 0.0f : largest;
-      shrink[half] = exp2_fast(state.largest[half] - base);
+      shrink[half] = cuda::exp2_fast(state.largest[half] - base);
       float sum = 0;
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& weight = logits[u].x[2 * half + e];
-          weight = exp2_fast(weight - base);
+          weight = cuda::exp2_fast(weight - base);
           sum += weight;
         }
       }

@@ -6,8 +6,7 @@
 // to itself.
 //   attend_rows   many rows: a warp per row and KV head, its whole list one chain
 //   attend_parts  few rows: a block per row, KV head and part, a chain per warp; sums meet in
-//   shared
-//                 memory, and parts in a launch of their own
+//                 shared memory, and parts in a launch of their own
 // Sums over chains and parts are in their order.
 namespace fovea::internal::msa {
 
@@ -107,7 +106,7 @@ __device__ HeadSums add_states(int num_sources, State state) {
   for (int i = 0; i < num_sources; ++i) sums.largest = fmaxf(sums.largest, state(i)[0]);
   sums.base = sums.largest == kNegInf ? 0.0f : sums.largest;
   for (int i = 0; i < num_sources; ++i) {
-    sums.sum = fmaf(state(i)[1], exp2_fast(state(i)[0] - sums.base), sums.sum);
+    sums.sum = fmaf(state(i)[1], cuda::exp2_fast(state(i)[0] - sums.base), sums.sum);
   }
   return sums;
 }
@@ -118,7 +117,7 @@ __device__ void add_values(int num_sources, const HeadSums& sums, State state, V
 #pragma unroll
   for (float& x : total) x = 0;
   for (int i = 0; i < num_sources; ++i) {
-    const float factor = exp2_fast(state(i)[0] - sums.base);
+    const float factor = cuda::exp2_fast(state(i)[0] - sums.base);
     const auto* const from = reinterpret_cast<const float4*>(values(i));
     const float4 low = from[0];
     const float4 high = from[1];
