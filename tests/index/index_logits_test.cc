@@ -361,6 +361,55 @@ TEST_P(IndexLogitsTest, LongRowsOnTinyPagesHaveTheSameBits) {
   }
 }
 
+TEST_P(IndexLogitsTest, PagesOfAnySizeWithGapsHaveTheBitsOfTheRaggedLayout) {
+  const int64_t kRows = 8, kKeys = 1300;
+  const LogitsCase c(19, kRows, 9, 128, kKeys);
+  const Tensor whole = ragged(c, constant(kRows, 0), constant(kRows, kKeys), kKeys, 2);
+  // Two rows each of four requests; lengths at and beside the ends of units, tiles and pages.
+  const std::vector<int32_t> requests = {0, 0, 1, 1, 2, 2, 3, 3};
+  const std::vector<int32_t> lens = {1300, 1279, 17, 161, 64, 1, 15, 640};
+  const std::vector<int32_t> no_page = {-1, std::numeric_limits<int32_t>::max(),
+                                        std::numeric_limits<int32_t>::min()};
+  const Tensor row_to_request = i32(requests), row_len = i32(lens);
+  for (const int64_t page_size : {1, 16, 32, 48, 64, 128, 256}) {
+    const LogitsCase::Pool pool = c.paged(page_size, 0, kKeys, 0xFF);
+    // The table ends a column before the keys do, and lacks every fifth page before.
+    const auto columns = static_cast<int64_t>(pool.pages.size());
+    const auto is_held = [&](int64_t request, int64_t column) {
+      return column + 1 < columns && (3 * column + request) % 5 != 0;
+    };
+    std::vector<int32_t> table;
+    for (int64_t i = 0; i < 4 * columns; ++i) {
+      const bool held = is_held(i / columns, i % columns);
+      table.push_back(held ? pool.pages[static_cast<size_t>(i % columns)]
+                           : no_page[static_cast<size_t>(i % 3)]);
+    }
+    IndexLogitsTensors tensors;
+    tensors.q_fp8 = c.q();
+    tensors.head_weight = c.weight();
+    tensors.index_pool = pool.pool;
+    tensors.page_table = test::strided(table.data(), DType::kI32, {4, columns - 1}, {columns, 1});
+    tensors.row_to_request = row_to_request;
+    tensors.row_len = row_len;
+    for (const int threads : {1, 3}) {
+      Tensor logits = filled(kRows, kKeys);
+      tensors.logits = logits;
+      run({IndexLayout::kPaged, kRows, 9, 128, page_size}, tensors, threads);
+      for (int64_t i = 0; i < kRows * kKeys; ++i) {
+        const auto t = static_cast<size_t>(i / kKeys);
+        const int64_t p = i % kKeys;
+        float expected = kUntouched;
+        if (p < lens[t]) {
+          expected = is_held(requests[t], p / page_size) ? whole.data<float>()[i] : -kInf;
+        }
+        ASSERT_EQ(std::memcmp(&logits.data<float>()[i], &expected, 4), 0)
+            << "page_size " << page_size << ", row " << t << ", position " << p << ": "
+            << logits.data<float>()[i] << ", expected " << expected;
+      }
+    }
+  }
+}
+
 TEST_P(IndexLogitsTest, HonoursStridesAndReadsNothingOutside) {
   for (const int64_t dim : {128, 12, 7}) {
     const int64_t heads = 5, keys = 29;

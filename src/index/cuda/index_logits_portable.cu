@@ -44,6 +44,9 @@ constexpr int kMaxGroupRows = kWarps;
 // batch fill the GPU evenly.
 constexpr int64_t kMinChunkKeys = 512;
 constexpr int64_t kMaxChunkKeys = 4096;
+// Where paged groups alone fill half of the GPU, whatever their lengths: few rows share a block, so
+// that what it does before its first key shows more.
+constexpr int64_t kMaxPagedChunkKeys = 8192;
 constexpr int64_t kChunksPerSm = 8;
 constexpr int64_t kMaxChunkPages = 2048;
 
@@ -88,8 +91,10 @@ __device__ Window window_of(const Params& params, int64_t t) {
   const int64_t width = params.logits.shape[1];
   if constexpr (kPaged) {
     const int32_t request = params.row_to_request[t];
-    if (request < 0 || request >= params.page_table.shape[0]) return {0, 0, 0};
-    return {0, static_cast<int32_t>(clamp(params.row_len[t], 0, width)), request};
+    const int32_t length = params.row_len[t];
+    const bool known = request >= 0 && request < params.page_table.shape[0];
+    // No branch between the two reads: they are under way together.
+    return {0, static_cast<int32_t>(clamp(known ? length : 0, 0, width)), known ? request : 0};
   } else {
     const int64_t keys = params.k_fp8.shape[0];
     const int64_t begin = clamp(params.k_start[t], 0, keys);
@@ -225,6 +230,39 @@ static_assert(sizeof(SharedMemory) < 99 * 1024 - 1024);
 // A tile's codes in units of 16 bytes, where unit u of odd keys stands at u ^ 4: 8 lanes that read
 // the same four units of two neighbouring keys meet no bank twice.
 __device__ int code_offset(int key, int unit) { return key * kDim + (unit ^ ((key & 1) * 4)) * 16; }
+
+// fetch_tile where a unit lies in one page, whose size is a power of two and whose address and
+// stride 16 divides: one look-up for the unit, and its codes are 2048 bytes on end. Copies the same
+// bytes to the same places.
+__device__ void fetch_page_unit(const Params& params, const int32_t* page_ids, int32_t first_column,
+                                int32_t first, int32_t end, Tile& tile) {
+  const int lane = threadIdx.x % 32;
+  const int warp_key = threadIdx.x / 32 * kUnitKeys;
+  const int32_t position = first + warp_key;
+  const int32_t offset = position & ((1 << params.page_shift) - 1);
+  // page_ids has the columns of keys before `end`.
+  const int32_t column = min(position, end - 1) >> params.page_shift;
+  const int32_t page = page_ids[column - first_column];
+  const int32_t count = page < 0 ? 0 : end - position;  // keys of the unit; may be past 0 and 16
+  // Where there is no key nothing is read, so that the address may be that of any page.
+  const uint8_t* const from = params.pages.data + int64_t{max(page, 0)} * params.key_stride;
+  const uint8_t* const codes = from + offset * kDim + lane * 16;
+  constexpr int kUnitsPerKey = kDim / 16;  // of 16 bytes
+  constexpr int kStepKeys = 32 / kUnitsPerKey;
+  static_assert(kStepKeys % 2 == 0, "code_offset of a lane goes on by kDim for every key");
+  const int lane_key = lane / kUnitsPerKey;
+  uint8_t* const to = tile.codes + code_offset(warp_key + lane_key, lane % kUnitsPerKey);
+#pragma unroll
+  for (int i = 0; i < kUnitKeys; i += kStepKeys) {
+    cuda::copy_async<16>(to + i * kDim, codes + i * kDim, i + lane_key < count);
+  }
+  if (lane < kUnitKeys) {
+    const int key = warp_key + lane;
+    cuda::copy_async<4>(&tile.scale[key], from + params.scale_offset + 4 * (offset + lane),
+                        lane < count);
+    tile.held[key] = lane < count;
+  }
+}
 
 // Keys [first, end) of a tile into shared memory; the rest of the tile becomes zeros. Each warp
 // fetches one unit.
@@ -400,7 +438,9 @@ __device__ void score_unit(const Query& query, const Tile& tile, int first_key, 
   }
 }
 
-template <bool kPaged, int kBytes>
+// kPageUnits: pages of 16, 32, 64, 128 or 256 keys. A unit lies in one of them, because the chunks
+// and tiles of paged rows begin at multiples of kTileKeys.
+template <bool kPaged, int kBytes, bool kPageUnits>
 __global__ void __launch_bounds__(kThreads, 1) score_rows(const __grid_constant__ Params params) {
   extern __shared__ uint4 shared_memory[];
   auto& shared = *reinterpret_cast<SharedMemory*>(shared_memory);
@@ -450,9 +490,15 @@ __global__ void __launch_bounds__(kThreads, 1) score_rows(const __grid_constant_
       }
       const auto fetch = [&](int i) {
         if (i < num_tiles) {
-          fetch_tile<kPaged, kBytes>(params, shared.page_ids, first_column,
-                                     chunk_begin + i * kTileKeys, chunk_end,
-                                     shared.tiles[i % kStages]);
+          const int32_t tile_begin = chunk_begin + i * kTileKeys;
+          Tile& tile = shared.tiles[i % kStages];
+          if constexpr (kPageUnits) {
+            static_assert(kPaged && kBytes == 16);
+            fetch_page_unit(params, shared.page_ids, first_column, tile_begin, chunk_end, tile);
+          } else {
+            fetch_tile<kPaged, kBytes>(params, shared.page_ids, first_column, tile_begin, chunk_end,
+                                       tile);
+          }
         }
         cuda::commit_copies();
       };
@@ -632,8 +678,12 @@ int64_t group_rows_of(const IndexLogitsProblem& problem, const Params& params) {
 using Kernel = void (*)(const Params);
 
 template <bool kPaged>
-Kernel kernel_of(bool any, int unit) {
-  if (!any) return unit == 16 ? score_rows<kPaged, 16> : score_rows<kPaged, 4>;
+Kernel kernel_of(bool any, int unit, int32_t page_shift) {
+  if (!any && unit == 4) return score_rows<kPaged, 4, false>;
+  if (!any) {
+    const bool page_units = kPaged && page_shift >= 0 && 1 << page_shift >= kUnitKeys;
+    return page_units ? score_rows<kPaged, 16, kPaged> : score_rows<kPaged, 16, false>;
+  }
   return unit == 16  ? score_any<kPaged, 16>
          : unit == 4 ? score_any<kPaged, 4>
                      : score_any<kPaged, 1>;
@@ -656,15 +706,27 @@ void index_logits_cuda_portable(const IndexLogitsProblem& problem, const Device&
       problem.num_heads > kHeads || problem.head_dim != kDim || unit == 1 || params.key_stride < 0;
   params.group_rows = static_cast<int32_t>(any ? 1 : group_rows_of(problem, params));
   const int64_t groups = (rows + params.group_rows - 1) / params.group_rows;
-  const int64_t blocks_wanted = kChunksPerSm * cuda::device_facts(device.ordinal).num_sms;
+  const int64_t num_sms = cuda::device_facts(device.ordinal).num_sms;
+  const int64_t blocks_wanted = kChunksPerSm * num_sms;
   const int64_t even_share = width * groups / blocks_wanted;
-  int64_t chunk = std::clamp(even_share, kMinChunkKeys, kMaxChunkKeys);
+  const auto whole_tiles = [](int64_t keys) {
+    return (keys + kTileKeys - 1) / kTileKeys * kTileKeys;
+  };
+  const bool long_chunks = paged && 2 * groups >= num_sms;
+  int64_t chunk =
+      std::clamp(even_share, kMinChunkKeys, long_chunks ? kMaxPagedChunkKeys : kMaxChunkKeys);
   if (paged) chunk = std::min(chunk, kMaxChunkPages * problem.page_size);
-  chunk = (chunk + kTileKeys - 1) / kTileKeys * kTileKeys;
+  chunk = whole_tiles(chunk);
+  if (paged) {  // as many chunks of the same length
+    const int64_t chunks = (width + chunk - 1) / chunk;
+    chunk = whole_tiles((width + chunks - 1) / chunks);
+  }
   const int64_t max_chunks = std::max<int64_t>(1, std::numeric_limits<int32_t>::max() / groups);
   params.chunk_keys = static_cast<int32_t>(chunk);
   params.num_chunks = static_cast<int32_t>(std::min((width + chunk - 1) / chunk, max_chunks));
-  cuda::launch(kOp, paged ? kernel_of<true>(any, unit) : kernel_of<false>(any, unit),
+  cuda::launch(kOp,
+               paged ? kernel_of<true>(any, unit, params.page_shift)
+                     : kernel_of<false>(any, unit, params.page_shift),
                {dim3(cuda::grid_blocks(groups * params.num_chunks, 1)), dim3(kThreads),
                 any ? 0 : sizeof(SharedMemory)},
                stream, params);
