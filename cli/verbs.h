@@ -75,6 +75,9 @@ struct RunOptions {
 };
 int run(const RunOptions& options);
 
+/// Throws UsageError ("unknown operator ...") listing what exists.
+void check_operator(const std::string& op);
+
 struct ReplayVerbOptions {
   RunSettings settings;
   ReplayOptions replay;  ///< device, implementation, arrivals and seed come from the fields here.

@@ -6,10 +6,9 @@
 #include <filesystem>
 #include <map>
 
-#include "cli/operator_call.h"
-#include "cli/run_bindings.h"
 #include "cli/verbs.h"
 #include "cli/verify_cases.h"
+#include "fovea/call_operator.h"
 #include "fovea/error.h"
 #include "fovea/json.h"
 
@@ -98,9 +97,9 @@ std::vector<Target> targets_of(const OperatorInfo& info, CpuIsa best, const Scop
 
 TensorMap run_case(const VerifyOperator& op, const VerifyCase& verify_case,
                    const std::string& implementation, const Device& device) {
-  OperatorCall call(op.op, verify_case.inputs, verify_case.params, device, Options{implementation});
-  find_binding(op.op).run(call);
-  TensorMap outputs = call.take_outputs();
+  MapCallTensors tensors(verify_case.inputs, device);
+  call_operator(op.op, tensors, verify_case.params, device, Options{implementation});
+  TensorMap outputs = tensors.take_outputs();
   if (op.normalise != nullptr) {
     op.normalise(verify_case.inputs, verify_case.params, outputs);
   }
@@ -297,7 +296,7 @@ std::string installed_golden_folder() {
 }
 
 int verify(const VerifyOptions& options) {
-  if (!options.op.empty()) find_binding(options.op);
+  if (!options.op.empty()) check_operator(options.op);
   const Scope scope = scope_of(options.device);
   const std::string golden_folder =
       options.golden.empty() ? installed_golden_folder() : options.golden;

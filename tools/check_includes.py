@@ -14,7 +14,7 @@ FLOOR = {
     "core": 0,
     "cache": 1, "batch": 1, "io": 1, "comm": 1,
     "index": 2, "mla": 2, "compress": 2, "msa": 2, "kda": 2,
-    "serving": 3,
+    "serving": 3, "binding": 3,
     "replay": 4, "python": 4,
     "bench": 5, "cli": 6,
 }  # fmt: skip
@@ -36,6 +36,7 @@ HEADER_ROOM = {
     "build_page_table.h": "msa", "msa_block_scores.h": "msa", "msa_select_blocks.h": "msa", "msa_score_select.h": "msa",
     "msa_attend.h": "msa",
     "dsa_backend.h": "serving", "kda_backend.h": "serving", "kda_compat.h": "serving",
+    "call_operator.h": "binding",
     "trace.h": "replay", "replay.h": "replay",
     "fovea.h": "cli",  # the umbrella: for users, never included inside
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 // Everything at once, for users; inside the library each file includes what it uses.
 #include "fovea/build_page_table.h"
+#include "fovea/call_operator.h"
 #include "fovea/causal_conv1d.h"
 #include "fovea/ceilings.h"
 #include "fovea/ceilings_file.h"

@@ -1,11 +1,11 @@
-// fovea run: the operators of the room compress.
+// Calls by name: the operators of the room compress.
 
-#include "cli/run_bindings.h"
 #include "fovea/v4_compress.h"
+#include "src/binding/bindings.h"
 
-namespace fovea::cli {
+namespace fovea::internal {
 
-void run_v4_compress(OperatorCall& call) {
+void run_v4_compress(NamedCall& call) {
   V4CompressProblem problem;
   V4CompressTensors tensors;
   problem.ratio = call.integer("ratio");
@@ -42,4 +42,4 @@ void run_v4_compress(OperatorCall& call) {
   call.run(plan, tensors);
 }
 
-}  // namespace fovea::cli
+}  // namespace fovea::internal

@@ -1,27 +1,27 @@
-// fovea run: the operators of the room msa.
+// Calls by name: the operators of the room msa.
 
 #include <string>
 
-#include "cli/run_bindings.h"
 #include "fovea/build_page_table.h"
 #include "fovea/msa_attend.h"
 #include "fovea/msa_block_scores.h"
 #include "fovea/msa_score_select.h"
 #include "fovea/msa_select_blocks.h"
+#include "src/binding/bindings.h"
 
-namespace fovea::cli {
+namespace fovea::internal {
 namespace {
 
 // The arrays that describe a batch, and the bounds that follow from them.
 template <class Tensors>
-void bind_batch(OperatorCall& call, Tensors* tensors) {
+void bind_batch(NamedCall& call, Tensors* tensors) {
   tensors->kv_len = call.in("kv_len", "i32 [R]");
   tensors->q_indptr = call.in("q_indptr", "i32 [R+1]");
   tensors->q_offset = call.opt("q_offset", "i32 [R]");
 }
 
 template <class Problem>
-void bind_bounds(OperatorCall& call, Problem* problem) {
+void bind_bounds(NamedCall& call, Problem* problem) {
   problem->max_rows = call.extent("T");
   problem->max_requests = call.extent("R");
   problem->max_pages = call.extent("max_pages");
@@ -31,14 +31,14 @@ void bind_bounds(OperatorCall& call, Problem* problem) {
 }
 
 template <class Tensors>
-void bind_keys(OperatorCall& call, Tensors* tensors) {
+void bind_keys(NamedCall& call, Tensors* tensors) {
   tensors->iq = call.in("iq", "bf16 [T, Hi, Di]");
   tensors->index_k = call.in("index_k", "bf16 [slots, 1, Di]");
   tensors->page_table = call.in("page_table", "i32 [R, max_pages]");
 }
 
 template <class Problem>
-void bind_scoring(OperatorCall& call, Problem* problem) {
+void bind_scoring(NamedCall& call, Problem* problem) {
   problem->score = call.choice<BlockScore>(
       "score", {{"max", BlockScore::kMax}, {"lse", BlockScore::kLse}}, BlockScore::kMax);
   problem->index_scale = call.number("index_scale", 1.0f);
@@ -46,7 +46,7 @@ void bind_scoring(OperatorCall& call, Problem* problem) {
   problem->head_dim = call.extent("Di");
 }
 
-BlocksLayout bind_layout(OperatorCall& call) {
+BlocksLayout bind_layout(NamedCall& call) {
   return call.choice<BlocksLayout>(
       "blocks_layout",
       {{"head_major", BlocksLayout::kHeadMajor}, {"row_major", BlocksLayout::kRowMajor}},
@@ -54,7 +54,7 @@ BlocksLayout bind_layout(OperatorCall& call) {
 }
 
 template <class Problem>
-void bind_selection(OperatorCall& call, Problem* problem) {
+void bind_selection(NamedCall& call, Problem* problem) {
   problem->num_heads = call.extent("Hi");
   problem->topk = call.integer("topk");
   problem->init_blocks = call.integer("init_blocks", 0);
@@ -71,7 +71,7 @@ void bind_selection(OperatorCall& call, Problem* problem) {
 
 // After plan(), which has checked the problem.
 template <class Problem>
-TensorView out_blocks(OperatorCall& call, const Problem& problem) {
+TensorView out_blocks(NamedCall& call, const Problem& problem) {
   const bool is_union = problem.index_reduce == IndexReduce::kUnion;
   call.set_extent("Hkv", problem.num_kv_heads, "params.num_kv_heads");
   call.set_extent("K",
@@ -82,7 +82,7 @@ TensorView out_blocks(OperatorCall& call, const Problem& problem) {
 }
 
 // Pools and scales of msa_attend, by mode.
-void bind_caches(OperatorCall& call, MsaKvMode mode, MsaAttendTensors* tensors) {
+void bind_caches(NamedCall& call, MsaKvMode mode, MsaAttendTensors* tensors) {
   if (mode == MsaKvMode::kQ8Kv4) {
     tensors->k_pool = call.in("k_pool", "u8 [pages, Hkv, P, D2]");
     tensors->v_pool = call.in("v_pool", "u8 [pages, Hkv, P, D2]");
@@ -110,7 +110,7 @@ void bind_caches(OperatorCall& call, MsaKvMode mode, MsaAttendTensors* tensors) 
 
 }  // namespace
 
-void run_build_page_table(OperatorCall& call) {
+void run_build_page_table(NamedCall& call) {
   BuildPageTableProblem problem;
   BuildPageTableTensors tensors;
   tensors.req_to_token = call.in("req_to_token", "i32 [rows, W]");
@@ -129,7 +129,7 @@ void run_build_page_table(OperatorCall& call) {
   call.run(plan, tensors);
 }
 
-void run_msa_block_scores(OperatorCall& call) {
+void run_msa_block_scores(NamedCall& call) {
   MsaBlockScoresProblem problem;
   MsaBlockScoresTensors tensors;
   bind_keys(call, &tensors);
@@ -141,7 +141,7 @@ void run_msa_block_scores(OperatorCall& call) {
   call.run(plan, tensors);
 }
 
-void run_msa_select_blocks(OperatorCall& call) {
+void run_msa_select_blocks(NamedCall& call) {
   MsaSelectBlocksProblem problem;
   MsaSelectBlocksTensors tensors;
   tensors.scores = call.in("scores", "f32 [Hi, T, max_pages]");
@@ -153,7 +153,7 @@ void run_msa_select_blocks(OperatorCall& call) {
   call.run(plan, tensors);
 }
 
-void run_msa_score_select(OperatorCall& call) {
+void run_msa_score_select(NamedCall& call) {
   MsaScoreSelectProblem problem;
   MsaScoreSelectTensors tensors;
   bind_keys(call, &tensors);
@@ -166,7 +166,7 @@ void run_msa_score_select(OperatorCall& call) {
   call.run(plan, tensors);
 }
 
-void run_msa_attend(OperatorCall& call) {
+void run_msa_attend(NamedCall& call) {
   MsaAttendProblem problem;
   MsaAttendTensors tensors;
   problem.kv_mode = call.choice<MsaKvMode>("kv_mode",
@@ -200,4 +200,4 @@ void run_msa_attend(OperatorCall& call) {
   call.run(plan, tensors);
 }
 
-}  // namespace fovea::cli
+}  // namespace fovea::internal

@@ -1,25 +1,25 @@
-// fovea run: the operators of the room index.
+// Calls by name: the operators of the room index.
 
 #include <algorithm>
 #include <cstdint>
 
-#include "cli/run_bindings.h"
 #include "fovea/index_logits.h"
 #include "fovea/index_quantize.h"
 #include "fovea/index_select.h"
 #include "fovea/topk_select.h"
+#include "src/binding/bindings.h"
 
-namespace fovea::cli {
+namespace fovea::internal {
 namespace {
 
-IndexLayout bind_layout(OperatorCall& call) {
+IndexLayout bind_layout(NamedCall& call) {
   return call.choice<IndexLayout>(
       "layout", {{"ragged", IndexLayout::kRagged}, {"paged", IndexLayout::kPaged}});
 }
 
 // The tensors that index_logits and index_select share.
 template <class Problem, class Tensors>
-void bind_queries_and_keys(OperatorCall& call, Problem& problem, Tensors& tensors) {
+void bind_queries_and_keys(NamedCall& call, Problem& problem, Tensors& tensors) {
   problem.layout = bind_layout(call);
   tensors.q_fp8 = call.in("q_fp8", "u8 [T, Hi, Di]");
   tensors.head_weight = call.in("head_weight", "f32 [T, Hi]");
@@ -46,13 +46,13 @@ void bind_queries_and_keys(OperatorCall& call, Problem& problem, Tensors& tensor
 constexpr int64_t kColumnsPastTable = 4096;
 
 // Tokens that a row of the page table holds. plan() refuses the page sizes that are cut here.
-int64_t table_capacity(const OperatorCall& call, int64_t page_size) {
+int64_t table_capacity(const NamedCall& call, int64_t page_size) {
   return call.extent("max_pages") * std::clamp<int64_t>(page_size, 0, 256);
 }
 
 // The longest row: k_end - k_start within [0, S], or row_len of a row whose request exists.
 template <class Problem>
-int64_t longest_row(const OperatorCall& call, const Problem& problem) {
+int64_t longest_row(const NamedCall& call, const Problem& problem) {
   int64_t longest = 0;
   for (int64_t t = 0; t < problem.max_rows; ++t) {
     int64_t length = 0;
@@ -69,10 +69,31 @@ int64_t longest_row(const OperatorCall& call, const Problem& problem) {
   return longest;
 }
 
+// Columns of logits that the call provides.
+int64_t logits_width(const NamedCall& call, const IndexLogitsProblem& problem) {
+  if (problem.layout == IndexLayout::kRagged) {
+    return call.sized_by_contents() ? longest_row(call, problem) : call.extent("S");
+  }
+  const int64_t capacity = table_capacity(call, problem.page_size);
+  if (!call.sized_by_contents()) return capacity;
+  return std::min(longest_row(call, problem), capacity + kColumnsPastTable);
+}
+
+// The longest row that a selection has to look at.
+int64_t selection_width(const NamedCall& call, const IndexSelectProblem& problem) {
+  if (problem.layout == IndexLayout::kRagged) {
+    return call.sized_by_contents() ? longest_row(call, problem) : call.extent("S");
+  }
+  // Positions past the table score -inf and the first of them win, so that no selection reaches
+  // beyond the larger of the table and topk.
+  const int64_t bound = std::max(table_capacity(call, problem.page_size), problem.topk);
+  return call.sized_by_contents() ? std::min(longest_row(call, problem), bound) : bound;
+}
+
 // The part of topk_select and index_select that turns positions into indices. The axis T is known.
 // `has_pages`: the layout has bound page_table, row_to_request and page_size already.
 template <class Problem, class Tensors>
-void bind_transform(OperatorCall& call, bool has_pages, Problem& problem, Tensors& tensors) {
+void bind_transform(NamedCall& call, bool has_pages, Problem& problem, Tensors& tensors) {
   problem.topk = call.integer("topk");
   problem.transform = call.choice<IndexTransform>("transform",
                                                   {{"local", IndexTransform::kLocal},
@@ -102,7 +123,7 @@ void bind_transform(OperatorCall& call, bool has_pages, Problem& problem, Tensor
 
 }  // namespace
 
-void run_index_quantize(OperatorCall& call) {
+void run_index_quantize(NamedCall& call) {
   IndexQuantizeProblem problem;
   IndexQuantizeTensors tensors;
   tensors.q = call.in("q", "bf16 [T, Hi, Di]");
@@ -131,7 +152,7 @@ void run_index_quantize(OperatorCall& call) {
   call.run(plan, tensors);
 }
 
-void run_index_logits(OperatorCall& call) {
+void run_index_logits(NamedCall& call) {
   IndexLogitsProblem problem;
   IndexLogitsTensors tensors;
   bind_queries_and_keys(call, problem, tensors);
@@ -142,17 +163,14 @@ void run_index_logits(OperatorCall& call) {
   } else {
     call.unused({"k_fp8", "k_scale", "k_start", "k_end"}, "in the paged layout");
   }
-  int64_t width = longest_row(call, problem);
-  if (problem.layout == IndexLayout::kPaged) {
-    width = std::min(width, table_capacity(call, problem.page_size) + kColumnsPastTable);
-  }
-  call.set_extent("W", width, "the longest row");
+  if (!call.is_given("logits"))
+    call.set_extent("W", logits_width(call, problem), "the longest row");
   const IndexLogits plan = call.plan<IndexLogits>(problem);
   tensors.logits = call.out("logits", "f32 [T, W]");
   call.run(plan, tensors);
 }
 
-void run_topk_select(OperatorCall& call) {
+void run_topk_select(NamedCall& call) {
   TopkSelectProblem problem;
   TopkSelectTensors tensors;
   tensors.logits = call.in("logits", "f32 [T, W]");
@@ -167,25 +185,18 @@ void run_topk_select(OperatorCall& call) {
   call.run(plan, tensors);
 }
 
-void run_index_select(OperatorCall& call) {
+void run_index_select(NamedCall& call) {
   IndexSelectProblem problem;
   IndexSelectTensors tensors;
   bind_queries_and_keys(call, problem, tensors);
-  const bool has_pages = problem.layout == IndexLayout::kPaged;
-  bind_transform(call, has_pages, problem, tensors);
+  bind_transform(call, problem.layout == IndexLayout::kPaged, problem, tensors);
   call.unused({"k_fp8", "k_scale", "k_start", "k_end", "index_pool", "page_table", "token_table",
                "row_to_request", "row_len", "row_offset", "schedule"},
               "by this layout and transform");
-  problem.max_width = longest_row(call, problem);
-  if (has_pages) {
-    // Positions past the table score -inf and the first of them win, so that no selection reaches
-    // beyond the larger of the table and topk.
-    const int64_t capacity = table_capacity(call, problem.page_size);
-    problem.max_width = std::min(problem.max_width, std::max(capacity, problem.topk));
-  }
+  problem.max_width = selection_width(call, problem);
   const IndexSelect plan = call.plan<IndexSelect>(problem);
   tensors.indices = call.out("indices", "i32 [T, K]");
   call.run(plan, tensors);
 }
 
-}  // namespace fovea::cli
+}  // namespace fovea::internal

@@ -1,16 +1,16 @@
-// fovea run: the operators of the room batch.
+// Calls by name: the operators of the room batch.
 
 #include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <span>
 
-#include "cli/run_bindings.h"
 #include "fovea/context_split.h"
 #include "fovea/metadata.h"
 #include "fovea/metadata_check.h"
+#include "src/binding/bindings.h"
 
-namespace fovea::cli {
+namespace fovea::internal {
 namespace {
 
 bool is_extend(ForwardMode mode) {
@@ -25,7 +25,7 @@ bool has_fixed_rows(ForwardMode mode) {
   return mode == ForwardMode::kTargetVerify || mode == ForwardMode::kDraftExtendV2;
 }
 
-ForwardMode mode_param(OperatorCall& call) {
+ForwardMode mode_param(NamedCall& call) {
   return call.choice<ForwardMode>("mode", {{"extend", ForwardMode::kExtend},
                                            {"decode", ForwardMode::kDecode},
                                            {"idle", ForwardMode::kIdle},
@@ -36,14 +36,14 @@ ForwardMode mode_param(OperatorCall& call) {
 }
 
 // N, which only modes with a fixed number of rows require.
-int64_t rows_per_request_param(OperatorCall& call, ForwardMode mode) {
+int64_t rows_per_request_param(NamedCall& call, ForwardMode mode) {
   if (has_fixed_rows(mode)) return call.integer("rows_per_request");
   call.integer("rows_per_request", 1);
   return 1;
 }
 
 // kv_len_delta, which the library takes as int32.
-int32_t delta_param(OperatorCall& call) {
+int32_t delta_param(NamedCall& call) {
   const int64_t delta = call.integer("kv_len_delta", 0);
   constexpr int64_t kMaxDelta = std::numeric_limits<int32_t>::max();
   if (delta > kMaxDelta || delta < -kMaxDelta) {
@@ -53,7 +53,7 @@ int32_t delta_param(OperatorCall& call) {
 }
 
 // The axes E (rows of the batch) and T (padded rows).
-void set_row_axes(OperatorCall& call, const MetadataProblem& problem, MetadataTensors& tensors) {
+void set_row_axes(NamedCall& call, const MetadataProblem& problem, MetadataTensors& tensors) {
   const int64_t requests = call.extent("R");
   int64_t rows = requests;
   if (has_fixed_rows(problem.mode)) {
@@ -78,7 +78,7 @@ void set_row_axes(OperatorCall& call, const MetadataProblem& problem, MetadataTe
 }
 
 // The axis C: columns of the page table, for the longest request as far as the table reaches.
-void set_page_axis(OperatorCall& call, const MetadataProblem& problem,
+void set_page_axis(NamedCall& call, const MetadataProblem& problem,
                    const MetadataTensors& tensors) {
   int64_t longest = 0;
   for (int64_t r = 0; r < call.extent("R"); ++r) {
@@ -90,7 +90,7 @@ void set_page_axis(OperatorCall& call, const MetadataProblem& problem,
   call.set_extent("C", (longest + problem.page_size - 1) / problem.page_size, "the page count");
 }
 
-void make_fields(OperatorCall& call, const MetadataProblem& problem, MetadataFields& fields) {
+void make_fields(NamedCall& call, const MetadataProblem& problem, MetadataFields& fields) {
   fields.kv_len = call.out("kv_len", "i32 [R]");
   fields.kv_indptr = call.out("kv_indptr", "i32 [R+1]");
   fields.max_kv_len = call.out("max_kv_len", "i32 [1]");
@@ -120,7 +120,7 @@ void make_fields(OperatorCall& call, const MetadataProblem& problem, MetadataFie
 }
 
 // A parameter that the library takes as int.
-int int_param(OperatorCall& call, const std::string& name) {
+int int_param(NamedCall& call, const std::string& name) {
   const int64_t value = call.integer(name);
   if (value < std::numeric_limits<int>::min() || value > std::numeric_limits<int>::max()) {
     call.refuse("params." + name + " = " + std::to_string(value) + " is not an int32");
@@ -130,7 +130,7 @@ int int_param(OperatorCall& call, const std::string& name) {
 
 }  // namespace
 
-void run_metadata_refresh(OperatorCall& call) {
+void run_metadata_refresh(NamedCall& call) {
   MetadataProblem problem;
   problem.mode = mode_param(call);
   problem.transform = call.choice<IndexTransform>("transform",
@@ -165,7 +165,7 @@ void run_metadata_refresh(OperatorCall& call) {
   call.run(plan, tensors);
 }
 
-void run_metadata_check(OperatorCall& call) {
+void run_metadata_check(NamedCall& call) {
   MetadataCheckProblem problem;
   problem.mode = mode_param(call);
   problem.page_size = call.integer("page_size");
@@ -192,7 +192,7 @@ void run_metadata_check(OperatorCall& call) {
   call.run(plan, tensors);
 }
 
-void run_paged_schedule(OperatorCall& call) {
+void run_paged_schedule(NamedCall& call) {
   PagedScheduleTensors tensors;
   tensors.row_len = call.in("row_len", "i32 [T]");
   PagedScheduleProblem problem;
@@ -205,7 +205,7 @@ void run_paged_schedule(OperatorCall& call) {
   call.run(plan, tensors);
 }
 
-void run_context_split(OperatorCall& call) {
+void run_context_split(NamedCall& call) {
   const auto lengths = [&](const char* name) {
     call.in(name, "i32 [R]");
     return std::span<const int32_t>(call.values(name), static_cast<size_t>(call.extent("R")));
@@ -229,24 +229,24 @@ void run_context_split(OperatorCall& call) {
                 ": prefix_len = " + std::to_string(call.values("prefix_len")[i]) +
                 ", expected seq_len - ext_len = " + std::to_string(seq_len[i] - ext_len[i]));
   }
-  call.out_list("rank_rows", split.rank_rows);
-  call.out_list("row_len", split.row_len);
-  call.out_list("kv_len", split.kv_len);
+  std::vector<std::pair<std::string, std::span<const int32_t>>> lists = {
+      {"rank_rows", split.rank_rows}, {"row_len", split.row_len}, {"kv_len", split.kv_len}};
   if (problem.scheme == ContextScheme::kZigzag) {
-    call.out_list("block_len", split.block_len);
-    return;
+    lists.emplace_back("block_len", split.block_len);
+  } else {
+    lists.emplace_back("selected", split.selected);
+    lists.emplace_back("ext_len", split.ext_len);
+    lists.emplace_back("kv_indptr", split.kv_indptr);
+    lists.emplace_back("q_indptr", split.q_indptr);
+    lists.emplace_back("k_start", split.k_start);
+    lists.emplace_back("k_end", split.k_end);
+    lists.emplace_back("row_to_request", split.row_to_request);
+    lists.emplace_back("row_offset", split.row_offset);
   }
-  call.out_list("selected", split.selected);
-  call.out_list("ext_len", split.ext_len);
-  call.out_list("kv_indptr", split.kv_indptr);
-  call.out_list("q_indptr", split.q_indptr);
-  call.out_list("k_start", split.k_start);
-  call.out_list("k_end", split.k_end);
-  call.out_list("row_to_request", split.row_to_request);
-  call.out_list("row_offset", split.row_offset);
+  call.out_lists(lists);
 }
 
-void run_split_schedule(OperatorCall& call) {
+void run_split_schedule(NamedCall& call) {
   SplitScheduleTensors tensors;
   tensors.topk_length = call.in("topk_length", "i32 [T]");
   SplitScheduleProblem problem;
@@ -259,4 +259,4 @@ void run_split_schedule(OperatorCall& call) {
   call.run(plan, tensors);
 }
 
-}  // namespace fovea::cli
+}  // namespace fovea::internal

@@ -1,9 +1,8 @@
-// fovea run: the operators of the room mla.
+// Calls by name: the operators of the room mla.
 
 #include <algorithm>
 #include <optional>
 
-#include "cli/run_bindings.h"
 #include "fovea/dense_mla.h"
 #include "fovea/merge_lse.h"
 #include "fovea/mha_varlen.h"
@@ -11,8 +10,9 @@
 #include "fovea/sparse_mla.h"
 #include "fovea/swa_decode.h"
 #include "fovea/swa_indices.h"
+#include "src/binding/bindings.h"
 
-namespace fovea::cli {
+namespace fovea::internal {
 namespace {
 
 // A latent cache of sparse_mla: bf16 rows [S, Dqk], or a u8 pool whose pages hold page_size tokens.
@@ -23,7 +23,7 @@ struct LatentCache {
   int64_t page_size = 0;  // 0: bf16 rows
 };
 
-RowFormat bind_latent_format(OperatorCall& call, const std::string& name, RowFormat otherwise) {
+RowFormat bind_latent_format(NamedCall& call, const std::string& name, RowFormat otherwise) {
   return call.choice<RowFormat>(name,
                                 {{"bf16", RowFormat::kBf16},
                                  {"v32", RowFormat::kV32},
@@ -34,7 +34,7 @@ RowFormat bind_latent_format(OperatorCall& call, const std::string& name, RowFor
 }
 
 // `prefix` is "" or "extra_"; the parameters of the second cache default to those of the first.
-LatentCache bind_cache(OperatorCall& call, const std::string& prefix, const LatentCache* first) {
+LatentCache bind_cache(NamedCall& call, const std::string& prefix, const LatentCache* first) {
   LatentCache cache;
   cache.row_format = bind_latent_format(call, prefix + "row_format",
                                         first != nullptr ? first->row_format : RowFormat::kBf16);
@@ -56,7 +56,7 @@ LatentCache bind_cache(OperatorCall& call, const std::string& prefix, const Late
 }
 
 // The second cache of sparse_mla: listed slots, or a page table with lengths.
-void bind_extra(OperatorCall& call, const LatentCache& first, SparseMlaProblem& problem,
+void bind_extra(NamedCall& call, const LatentCache& first, SparseMlaProblem& problem,
                 SparseMlaTensors& tensors) {
   const bool has_table = call.has("extra_page_table");
   if (!call.has("extra_kv") && !call.has("extra_indices") && !has_table) {
@@ -88,7 +88,7 @@ void bind_extra(OperatorCall& call, const LatentCache& first, SparseMlaProblem& 
 
 }  // namespace
 
-void run_sparse_mla(OperatorCall& call) {
+void run_sparse_mla(NamedCall& call) {
   call.later_tensor("schedule", "a split plan from outside");
   SparseMlaProblem problem;
   SparseMlaTensors tensors;
@@ -122,11 +122,11 @@ void run_sparse_mla(OperatorCall& call) {
   const SparseMla plan = call.plan<SparseMla>(problem);
   tensors.out = call.out("out", "bf16 [T, H, 512]");
   tensors.lse = call.out("lse", "f32 [T, H]");
-  tensors.max_logits = call.out("max_logits", "f32 [T, H]");
+  tensors.max_logits = call.out_if_wanted("max_logits", "f32 [T, H]");
   call.run(plan, tensors);
 }
 
-void run_swa_decode(OperatorCall& call) {
+void run_swa_decode(NamedCall& call) {
   SwaDecodeProblem problem;
   SwaDecodeTensors tensors;
   tensors.q = call.in("q", "bf16 [T, H, 512]");
@@ -151,7 +151,7 @@ void run_swa_decode(OperatorCall& call) {
   call.run(plan, tensors);
 }
 
-void run_dense_mla(OperatorCall& call) {
+void run_dense_mla(NamedCall& call) {
   DenseMlaProblem problem;
   DenseMlaTensors tensors;
   tensors.q = call.in("q", "bf16|u8 [T, H, Dqk]");
@@ -187,7 +187,7 @@ void run_dense_mla(OperatorCall& call) {
   call.run(plan, tensors);
 }
 
-void run_mha_varlen(OperatorCall& call) {
+void run_mha_varlen(NamedCall& call) {
   MhaVarlenProblem problem;
   MhaVarlenTensors tensors;
   tensors.q = call.in("q", "bf16 [T, H, Dqk]");
@@ -209,7 +209,7 @@ void run_mha_varlen(OperatorCall& call) {
   call.run(plan, tensors);
 }
 
-void run_build_swa_indices(OperatorCall& call) {
+void run_build_swa_indices(NamedCall& call) {
   SwaIndicesProblem problem;
   SwaIndicesTensors tensors;
   tensors.q_indptr = call.in("q_indptr", "i32 [R+1]");
@@ -237,7 +237,7 @@ void run_build_swa_indices(OperatorCall& call) {
   call.run(plan, tensors);
 }
 
-void run_merge_lse(OperatorCall& call) {
+void run_merge_lse(NamedCall& call) {
   MergeLseTensors tensors;
   tensors.out_parts = call.in("out_parts", "bf16|f32 [P, T, H, D]");
   tensors.lse_parts = call.in("lse_parts", "f32 [P, T, H]");
@@ -255,7 +255,7 @@ void run_merge_lse(OperatorCall& call) {
   call.run(plan, tensors);
 }
 
-void run_concat_absorbed_q(OperatorCall& call) {
+void run_concat_absorbed_q(NamedCall& call) {
   ConcatAbsorbedQTensors tensors;
   tensors.q_nope = call.in("q_nope", "bf16 [T, H, 512]");
   tensors.q_rope = call.in("q_rope", "bf16 [T, H, 64]");
@@ -267,7 +267,7 @@ void run_concat_absorbed_q(OperatorCall& call) {
   call.run(plan, tensors);
 }
 
-void run_mla_rope_quantize(OperatorCall& call) {
+void run_mla_rope_quantize(NamedCall& call) {
   MlaRopeQuantizeProblem problem;
   MlaRopeQuantizeTensors tensors;
   const bool has_q = call.has("q_nope") || call.has("q_rope");
@@ -295,4 +295,4 @@ void run_mla_rope_quantize(OperatorCall& call) {
   call.run(plan, tensors);
 }
 
-}  // namespace fovea::cli
+}  // namespace fovea::internal

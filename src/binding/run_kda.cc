@@ -1,23 +1,23 @@
-// fovea run: the operators of the room kda.
+// Calls by name: the operators of the room kda.
 
 #include <cmath>
 #include <limits>
 #include <string>
 
-#include "cli/run_bindings.h"
 #include "fovea/causal_conv1d.h"
 #include "fovea/kda_commit.h"
 #include "fovea/kda_decode.h"
 #include "fovea/kda_gate.h"
 #include "fovea/kda_prefill.h"
 #include "fovea/kda_verify.h"
+#include "src/binding/bindings.h"
 
-namespace fovea::cli {
+namespace fovea::internal {
 namespace {
 
 // The gate's parameters and tensors, over rows [T, HV, K].
 template <class Tensors>
-KdaGate bind_gate(OperatorCall& call, Tensors* tensors) {
+KdaGate bind_gate(NamedCall& call, Tensors* tensors) {
   KdaGate gate;
   gate.kind = call.choice<GateKind>("gate", {{"softplus", GateKind::kSoftplus},
                                              {"lower_bound", GateKind::kLowerBound},
@@ -33,7 +33,7 @@ KdaGate bind_gate(OperatorCall& call, Tensors* tensors) {
 // The parameters of a layer but its state, with g, beta, a_log and dt_bias. The axes H, V are known
 // by now.
 template <class Tensors>
-KdaLayer bind_layer(OperatorCall& call, Tensors* tensors) {
+KdaLayer bind_layer(NamedCall& call, Tensors* tensors) {
   KdaLayer layer;
   layer.gate = bind_gate(call, tensors);
   tensors->beta = call.in("beta", "bf16|f32 [T, HV]");
@@ -53,7 +53,7 @@ KdaLayer bind_layer(OperatorCall& call, Tensors* tensors) {
 }
 
 template <class Tensors>
-void bind_qkv(OperatorCall& call, Tensors* tensors) {
+void bind_qkv(NamedCall& call, Tensors* tensors) {
   tensors->q = call.in("q", "bf16 [T, H, K]");
   tensors->k = call.in("k", "bf16 [T, H, K]");
   tensors->v = call.in("v", "bf16 [T, HV, V]");
@@ -61,7 +61,7 @@ void bind_qkv(OperatorCall& call, Tensors* tensors) {
 
 // q, k and v, or `qkv` instead. The state names V, and with it and HV what `qkv` leaves for H.
 template <class Tensors>
-void bind_qkv_or_packed(OperatorCall& call, Tensors* tensors) {
+void bind_qkv_or_packed(NamedCall& call, Tensors* tensors) {
   if (!call.has("qkv")) {
     bind_qkv(call, tensors);
     return;
@@ -77,18 +77,18 @@ void bind_qkv_or_packed(OperatorCall& call, Tensors* tensors) {
   call.set_extent("H", keys / dim, "qkv");
 }
 
-VerifyMode verify_mode_param(OperatorCall& call) {
+VerifyMode verify_mode_param(NamedCall& call) {
   return call.choice<VerifyMode>(
       "mode", {{"states", VerifyMode::kStates}, {"records", VerifyMode::kRecords}});
 }
 
-WindowLayout window_layout_param(OperatorCall& call) {
+WindowLayout window_layout_param(NamedCall& call) {
   return call.choice<WindowLayout>(
       "window_layout", {{"wd", WindowLayout::kWd}, {"dw", WindowLayout::kDw}}, WindowLayout::kWd);
 }
 
 // The axes R and Td: T rows are R requests of rows_per_request each.
-int64_t bind_requests(OperatorCall& call) {
+int64_t bind_requests(NamedCall& call) {
   const int64_t draft_rows = call.integer("rows_per_request");
   const int64_t rows = call.extent("T");
   if (draft_rows < 1 || rows % draft_rows != 0) {
@@ -101,14 +101,14 @@ int64_t bind_requests(OperatorCall& call) {
 }
 
 // What a verify keeps: the axis E of records is 2K + V.
-const char* scratch_declaration(OperatorCall& call, VerifyMode mode) {
+const char* scratch_declaration(NamedCall& call, VerifyMode mode) {
   if (mode == VerifyMode::kStates) return "f32 [R, Td, HV, V, K]";
   call.set_extent("E", 2 * call.extent("K") + call.extent("V"), "2*K + V");
   return "f32 [R, Td, HV, E]";
 }
 
 template <class Problem, class Tensors>
-void bind_snapshots(OperatorCall& call, Problem* problem, Tensors* tensors) {
+void bind_snapshots(NamedCall& call, Problem* problem, Tensors* tensors) {
   if (!call.has("snapshot_seq") && !call.has("snapshot_pos") && !call.has("snapshot_slot")) return;
   tensors->snapshot_seq = call.in("snapshot_seq", "i32 [M]");
   tensors->snapshot_pos = call.in("snapshot_pos", "i32 [M]");
@@ -118,7 +118,7 @@ void bind_snapshots(OperatorCall& call, Problem* problem, Tensors* tensors) {
 
 }  // namespace
 
-void run_kda_gate(OperatorCall& call) {
+void run_kda_gate(NamedCall& call) {
   KdaGateTensors tensors;
   KdaGateProblem problem;
   problem.gate = bind_gate(call, &tensors);
@@ -130,7 +130,7 @@ void run_kda_gate(OperatorCall& call) {
   call.run(plan, tensors);
 }
 
-void run_kda_prefill(OperatorCall& call) {
+void run_kda_prefill(NamedCall& call) {
   KdaPrefillTensors tensors;
   KdaPrefillProblem problem;
   bind_qkv(call, &tensors);
@@ -162,7 +162,7 @@ void run_kda_prefill(OperatorCall& call) {
   call.run(plan, tensors);
 }
 
-void run_kda_decode(OperatorCall& call) {
+void run_kda_decode(NamedCall& call) {
   KdaDecodeTensors tensors;
   KdaDecodeProblem problem;
   tensors.state = call.update("state", "f32|bf16 [slots, HV, V, K]");
@@ -178,7 +178,7 @@ void run_kda_decode(OperatorCall& call) {
   call.run(plan, tensors);
 }
 
-void run_kda_verify(OperatorCall& call) {
+void run_kda_verify(NamedCall& call) {
   KdaVerifyTensors tensors;
   KdaVerifyProblem problem;
   tensors.state = call.in("state", "f32|bf16 [slots, HV, V, K]");
@@ -198,7 +198,7 @@ void run_kda_verify(OperatorCall& call) {
   call.run(plan, tensors);
 }
 
-void run_kda_commit(OperatorCall& call) {
+void run_kda_commit(NamedCall& call) {
   KdaCommitTensors tensors;
   KdaCommitProblem problem;
   problem.mode = verify_mode_param(call);
@@ -232,7 +232,7 @@ void run_kda_commit(OperatorCall& call) {
 namespace {
 
 // The slots and windows of a convolution, by mode.
-void bind_windows(OperatorCall& call, CausalConv1dProblem* problem, CausalConv1dTensors* tensors) {
+void bind_windows(NamedCall& call, CausalConv1dProblem* problem, CausalConv1dTensors* tensors) {
   const bool is_prefill = problem->mode == ConvMode::kPrefill;
   const bool is_verify = problem->mode == ConvMode::kVerify;
   if (is_prefill) {
@@ -266,7 +266,7 @@ void bind_windows(OperatorCall& call, CausalConv1dProblem* problem, CausalConv1d
 
 }  // namespace
 
-void run_causal_conv1d(OperatorCall& call) {
+void run_causal_conv1d(NamedCall& call) {
   CausalConv1dTensors tensors;
   CausalConv1dProblem problem;
   problem.mode = call.choice<ConvMode>("mode",
@@ -300,4 +300,4 @@ void run_causal_conv1d(OperatorCall& call) {
   call.run(plan, tensors);
 }
 
-}  // namespace fovea::cli
+}  // namespace fovea::internal

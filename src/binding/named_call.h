@@ -8,20 +8,16 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
+#include "fovea/call_operator.h"
 #include "fovea/device.h"
-#include "fovea/device_memory.h"
-#include "fovea/device_tensors.h"
 #include "fovea/implementation.h"
 #include "fovea/json.h"
-#include "fovea/safetensors.h"
 #include "fovea/tensor.h"
 
-namespace fovea::cli {
-
-/// Named instead of an implementation where an operator is one function of host values.
-inline constexpr char kHostFunction[] = "host";
+namespace fovea::internal {
 
 /// Maps tensors and parameters by name to the structs of an operator, so that a binding reads like
 /// its row of docs/run.md:
@@ -32,35 +28,40 @@ inline constexpr char kHostFunction[] = "host";
 ///   tensors.lse = call.out("lse", "f32 [T, H]");
 ///   call.run(plan, tensors);
 ///
-/// On a GPU the views that in(), opt(), out() and update() return are of its memory: what a binding
-/// reads itself comes from values(). run() brings the outputs back.
+/// The views that in(), opt(), out() and update() return are of the device's memory: what a binding
+/// reads itself comes from values().
 ///
 /// A declaration is "<type>[|<type>...] [<axis>, ...]". An axis is a number, a name, a name plus a
 /// number (R+1), or `?` for any extent. The first tensor that names an axis fixes its extent, the
 /// others must agree. Everything is refused by Error(kInvalidArgument) naming operator, tensor or
 /// parameter, found and expected.
-class OperatorCall {
+class NamedCall {
  public:
-  OperatorCall(std::string op, const TensorMap& inputs, const Json& params, const Device& device,
-               const Options& options);
+  NamedCall(std::string op, CallTensors& tensors, const Json& params, const Device& device,
+            const Options& options);
 
   // Tensors, in the order of the table.
   ConstTensorView in(const std::string& name, const std::string& declaration);
   /// An undefined view when absent.
   ConstTensorView opt(const std::string& name, const std::string& declaration);
   /// The elements of an i32 input on the host.
-  const int32_t* values(const std::string& name) const {
-    return static_cast<const int32_t*>(inputs_.find(name).data);
-  }
-  /// A zero-filled output; every axis must be known.
+  const int32_t* values(const std::string& name) const { return tensors_.values(name); }
+  /// Whether to size results by the contents of lengths where there is a bound too.
+  bool sized_by_contents() const { return tensors_.sized_by_contents(); }
+  /// An output: the caller's tensor, or a zero-filled one, for which every axis must be known.
   TensorView out(const std::string& name, const std::string& declaration);
-  /// An output that starts as a copy of the input of the same name.
+  /// The same for a result that an operator may leave out: undefined when the caller does not want
+  /// it.
+  TensorView out_if_wanted(const std::string& name, const std::string& declaration);
+  /// Whether the caller brings the memory of an output, whose axes may then be any.
+  bool is_given(const std::string& name) const { return tensors_.given_output(name).defined(); }
+  /// An input that is changed.
   TensorView update(const std::string& name, const std::string& declaration);
-  bool has(const std::string& name) const { return inputs_.find(name).defined(); }
+  bool has(const std::string& name) const { return tensors_.find(name).defined(); }
   /// kNone when absent.
-  DType dtype_of(const std::string& name) const { return inputs_.find(name).dtype; }
+  DType dtype_of(const std::string& name) const { return tensors_.find(name).dtype; }
   /// 0 when absent.
-  int rank_of(const std::string& name) const { return inputs_.find(name).rank; }
+  int rank_of(const std::string& name) const { return tensors_.find(name).rank; }
 
   // Axes.
   int64_t extent(const std::string& axis) const;
@@ -111,21 +112,17 @@ class OperatorCall {
   /// Instead of plan(), for functions of host values that have no implementations to choose from.
   void plan_host_function();
 
-  /// A result of a host function as an i32 output [values.size()].
-  void out_list(const std::string& name, std::span<const int32_t> values);
+  /// The results of a host function, each an i32 output of one axis.
+  void out_lists(const std::vector<std::pair<std::string, std::span<const int32_t>>>& lists);
 
   template <class Op>
   void run(const Op& plan, const typename Op::Tensors& tensors) {
-    DeviceBuffer workspace(device_, plan.workspace_bytes());
-    plan.run(tensors, workspace.workspace());
-    there_.fetch();
+    refuse_unknown_outputs();
+    tensors_.run(plan.workspace_bytes(),
+                 [&](Workspace workspace, Stream stream) { plan.run(tensors, workspace, stream); });
   }
 
-  const std::string& op() const { return op_; }
-  const Device& device() const { return device_; }
-  const ImplementationChoice& implementation() const { return choice_; }
-  const std::vector<std::string>& notes() const { return notes_; }
-  TensorMap take_outputs() { return std::move(outputs_); }
+  CallOutcome outcome() && { return {std::move(choice_), std::move(notes_)}; }
 
  private:
   struct Axis {
@@ -133,8 +130,8 @@ class OperatorCall {
     std::string source;
   };
 
-  /// The required host tensor.
-  ConstTensorView expect(const std::string& name, const std::string& declaration);
+  /// Requires the tensor.
+  void expect(const std::string& name, const std::string& declaration);
   const Json* param(const std::string& name, bool required);
   std::optional<size_t> find_word(const std::string& name,
                                   const std::vector<std::string_view>& words,
@@ -142,32 +139,22 @@ class OperatorCall {
   void match(const std::string& name, const ConstTensorView& tensor,
              const std::string& declaration);
   void refuse_unknown_names() const;
+  void refuse_unknown_outputs() const;
+  /// The shape of an output whose axes are known; refused beyond the memory of this machine.
+  std::vector<int64_t> output_shape(const std::string& name, const std::string& declaration);
 
   std::string op_;
-  const TensorMap& inputs_;
+  CallTensors& tensors_;
   const Json& params_;
   Device device_;
   Options options_;
-  TensorMap outputs_;
-  DeviceTensors there_;
   int64_t output_bytes_ = 0;
   std::map<std::string, Axis> axes_;
   std::set<std::string> known_tensors_;
   std::set<std::string> known_params_;
+  std::set<std::string> known_outputs_;
   std::vector<std::string> notes_;
   ImplementationChoice choice_;
 };
 
-/// One operator of `fovea run`.
-struct Binding {
-  std::string_view op;
-  void (*run)(OperatorCall& call);
-};
-
-/// The bindings, sorted by name.
-const std::vector<Binding>& bindings();
-
-/// Throws UsageError ("unknown operator ...") listing what exists.
-const Binding& find_binding(const std::string& op);
-
-}  // namespace fovea::cli
+}  // namespace fovea::internal

@@ -1,13 +1,13 @@
-// fovea run: the operators of the room cache.
+// Calls by name: the operators of the room cache.
 
-#include "cli/run_bindings.h"
 #include "fovea/move_rows.h"
 #include "fovea/row_codec.h"
+#include "src/binding/bindings.h"
 
-namespace fovea::cli {
+namespace fovea::internal {
 namespace {
 
-RowFormat bind_row_format(OperatorCall& call) {
+RowFormat bind_row_format(NamedCall& call) {
   return call.choice<RowFormat>("row_format", {{"bf16", RowFormat::kBf16},
                                                {"v32", RowFormat::kV32},
                                                {"i132", RowFormat::kI132},
@@ -17,7 +17,7 @@ RowFormat bind_row_format(OperatorCall& call) {
 }
 
 // Required where it changes bytes and the format has no default of its own: packing i132 rows.
-ScaleMode bind_scale_mode(OperatorCall& call, bool is_required) {
+ScaleMode bind_scale_mode(NamedCall& call, bool is_required) {
   constexpr std::optional<ScaleMode> kNoDefault;
   return call.choice<ScaleMode>("scale_mode",
                                 {{"fp32", ScaleMode::kFp32}, {"pow2", ScaleMode::kPow2}},
@@ -26,12 +26,12 @@ ScaleMode bind_scale_mode(OperatorCall& call, bool is_required) {
 
 constexpr char kInvScale[] = "bf16|f32 [S, 1]";
 
-bool is_bf16_pool(const OperatorCall& call, RowFormat format) {
+bool is_bf16_pool(const NamedCall& call, RowFormat format) {
   return format == RowFormat::kBf16 && call.dtype_of("pool") == DType::kBf16;
 }
 
 // Channels of the rows of a u8 pool.
-int64_t bind_width(OperatorCall& call, RowFormat format) {
+int64_t bind_width(NamedCall& call, RowFormat format) {
   if (format == RowFormat::kBf16) return call.integer("width");
   const bool is_512 = format == RowFormat::kV4 || format == RowFormat::kR512;
   return call.integer("width", format == RowFormat::kI132 ? 128 : is_512 ? 512 : 576);
@@ -42,7 +42,7 @@ constexpr char kBytePool[] = "u8 [pages, page_bytes]";
 
 }  // namespace
 
-void run_pack_rows(OperatorCall& call) {
+void run_pack_rows(NamedCall& call) {
   RowCodecProblem problem;
   problem.row_format = bind_row_format(call);
   problem.scale_mode = bind_scale_mode(call, problem.row_format == RowFormat::kI132);
@@ -66,7 +66,7 @@ void run_pack_rows(OperatorCall& call) {
   call.run(plan, tensors);
 }
 
-void run_unpack_rows(OperatorCall& call) {
+void run_unpack_rows(NamedCall& call) {
   RowCodecProblem problem;
   problem.row_format = bind_row_format(call);
   problem.scale_mode = bind_scale_mode(call, false);  // readers take the scale that is stored
@@ -90,7 +90,7 @@ void run_unpack_rows(OperatorCall& call) {
   call.run(plan, tensors);
 }
 
-void run_move_rows(OperatorCall& call) {
+void run_move_rows(NamedCall& call) {
   MoveRowsProblem problem;
   problem.row_format = bind_row_format(call);
   MoveRowsTensors tensors;
@@ -110,4 +110,4 @@ void run_move_rows(OperatorCall& call) {
   call.run(plan, tensors);
 }
 
-}  // namespace fovea::cli
+}  // namespace fovea::internal

@@ -1,6 +1,5 @@
-#include "cli/operator_call.h"
+#include "src/binding/named_call.h"
 
-#include <fmt/format.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,7 +9,7 @@
 
 #include "fovea/error.h"
 
-namespace fovea::cli {
+namespace fovea::internal {
 namespace {
 
 struct AxisTerm {
@@ -72,26 +71,21 @@ std::string list(const std::set<std::string>& names) {
 
 }  // namespace
 
-OperatorCall::OperatorCall(std::string op, const TensorMap& inputs, const Json& params,
-                           const Device& device, const Options& options)
-    : op_(std::move(op)),
-      inputs_(inputs),
-      params_(params),
-      device_(device),
-      options_(options),
-      there_(device) {
+NamedCall::NamedCall(std::string op, CallTensors& tensors, const Json& params, const Device& device,
+                     const Options& options)
+    : op_(std::move(op)), tensors_(tensors), params_(params), device_(device), options_(options) {
   if (params_.kind() != Json::Kind::kObject) {
     refuse("params is of type " + std::string(to_string(params_.kind())) +
            ", expected a JSON object");
   }
 }
 
-void OperatorCall::refuse(const std::string& what) const {
+void NamedCall::refuse(const std::string& what) const {
   throw Error(ErrorCode::kInvalidArgument, op_ + ": " + what);
 }
 
-void OperatorCall::match(const std::string& name, const ConstTensorView& tensor,
-                         const std::string& declaration) {
+void NamedCall::match(const std::string& name, const ConstTensorView& tensor,
+                      const std::string& declaration) {
   const Declaration expected = parse(declaration);
   const auto mismatch = [&](const std::string& detail) {
     refuse(name + " = " + to_string(tensor) + ", expected " + declaration + detail);
@@ -118,30 +112,31 @@ void OperatorCall::match(const std::string& name, const ConstTensorView& tensor,
   }
 }
 
-ConstTensorView OperatorCall::expect(const std::string& name, const std::string& declaration) {
+void NamedCall::expect(const std::string& name, const std::string& declaration) {
   known_tensors_.insert(name);
-  const ConstTensorView tensor = inputs_.find(name);
+  const ConstTensorView tensor = tensors_.find(name);
   if (!tensor.defined()) refuse("the tensor " + name + " is missing, expected " + declaration);
   match(name, tensor, declaration);
-  return tensor;
 }
 
-ConstTensorView OperatorCall::in(const std::string& name, const std::string& declaration) {
-  return there_.input(expect(name, declaration));
+ConstTensorView NamedCall::in(const std::string& name, const std::string& declaration) {
+  expect(name, declaration);
+  return tensors_.input(name);
 }
 
-ConstTensorView OperatorCall::opt(const std::string& name, const std::string& declaration) {
+ConstTensorView NamedCall::opt(const std::string& name, const std::string& declaration) {
   known_tensors_.insert(name);
-  const ConstTensorView tensor = inputs_.find(name);
-  if (tensor.defined()) match(name, tensor, declaration);
-  return there_.input(tensor);
+  const ConstTensorView tensor = tensors_.find(name);
+  if (!tensor.defined()) return {};
+  match(name, tensor, declaration);
+  return tensors_.input(name);
 }
 
-TensorView OperatorCall::out(const std::string& name, const std::string& declaration) {
+std::vector<int64_t> NamedCall::output_shape(const std::string& name,
+                                             const std::string& declaration) {
   const Declaration expected = parse(declaration);
-  const DType dtype = parse_dtype(expected.types.front());
+  auto bytes = static_cast<int64_t>(size_of(parse_dtype(expected.types.front())));
   std::vector<int64_t> shape;
-  auto bytes = static_cast<int64_t>(size_of(dtype));
   bool fits = true;
   for (const AxisTerm& term : expected.axes) {
     shape.push_back(term.name.empty() ? term.number : extent(term.name) + term.number);
@@ -157,24 +152,53 @@ TensorView OperatorCall::out(const std::string& name, const std::string& declara
                     ", this machine has " + std::to_string(memory_bytes));
   }
   output_bytes_ += bytes;
-  return there_.output(outputs_.add(name, dtype, shape));
+  return shape;
 }
 
-TensorView OperatorCall::update(const std::string& name, const std::string& declaration) {
-  return there_.output(outputs_.add_copy(name, expect(name, declaration)));
+TensorView NamedCall::out(const std::string& name, const std::string& declaration) {
+  known_outputs_.insert(name);
+  const TensorView given = tensors_.given_output(name);
+  if (given.defined()) {
+    match(name, given, declaration);
+    return given;
+  }
+  const DType dtype = parse_dtype(parse(declaration).types.front());
+  return tensors_.output(name, dtype, output_shape(name, declaration));
 }
 
-void OperatorCall::plan_host_function() {
+TensorView NamedCall::out_if_wanted(const std::string& name, const std::string& declaration) {
+  known_outputs_.insert(name);
+  return is_given(name) || tensors_.wants(name) ? out(name, declaration) : TensorView{};
+}
+
+TensorView NamedCall::update(const std::string& name, const std::string& declaration) {
+  expect(name, declaration);
+  return tensors_.update(name);
+}
+
+void NamedCall::plan_host_function() {
   refuse_unknown_names();
   choice_.name = kHostFunction;
 }
 
-void OperatorCall::out_list(const std::string& name, std::span<const int32_t> values) {
-  const TensorView tensor = outputs_.add(name, DType::kI32, {static_cast<int64_t>(values.size())});
-  std::copy(values.begin(), values.end(), static_cast<int32_t*>(tensor.data));
+void NamedCall::out_lists(
+    const std::vector<std::pair<std::string, std::span<const int32_t>>>& lists) {
+  std::vector<TensorView> outputs;
+  for (const auto& [name, values] : lists) {
+    known_outputs_.insert(name);
+    const auto count = static_cast<int64_t>(values.size());
+    const TensorView given = tensors_.given_output(name);
+    if (given.defined()) match(name, given, "i32 [" + std::to_string(count) + "]");
+    outputs.push_back(given.defined() ? given : tensors_.host_output(name, DType::kI32, {count}));
+  }
+  refuse_unknown_outputs();
+  for (size_t i = 0; i < lists.size(); ++i) {
+    std::copy(lists[i].second.begin(), lists[i].second.end(),
+              static_cast<int32_t*>(outputs[i].data));
+  }
 }
 
-int64_t OperatorCall::extent(const std::string& axis) const {
+int64_t NamedCall::extent(const std::string& axis) const {
   const auto found = axes_.find(axis);
   if (found == axes_.end()) {
     throw Error(ErrorCode::kInternal, op_ + ": the binding never fixes the axis " + axis);
@@ -182,12 +206,12 @@ int64_t OperatorCall::extent(const std::string& axis) const {
   return found->second.extent;
 }
 
-void OperatorCall::set_extent(const std::string& axis, int64_t extent, const std::string& source) {
+void NamedCall::set_extent(const std::string& axis, int64_t extent, const std::string& source) {
   if (extent < 0) refuse(source + " = " + std::to_string(extent) + ", expected >= 0");
   axes_.insert_or_assign(axis, Axis{extent, source});
 }
 
-const Json* OperatorCall::param(const std::string& name, bool required) {
+const Json* NamedCall::param(const std::string& name, bool required) {
   known_params_.insert(name);
   const Json* value = params_.find(name);
   if (value == nullptr && required) refuse("the parameter " + name + " is missing");
@@ -213,13 +237,13 @@ auto read_param(const std::string& op, const std::string& name, Read read) {
 
 }  // namespace
 
-int64_t OperatorCall::integer(const std::string& name, std::optional<int64_t> otherwise) {
+int64_t NamedCall::integer(const std::string& name, std::optional<int64_t> otherwise) {
   const Json* value = param(name, !otherwise.has_value());
   if (value == nullptr) return *otherwise;
   return read_param(op_, name, [&] { return value->as_integer(); });
 }
 
-float OperatorCall::number(const std::string& name, std::optional<float> otherwise) {
+float NamedCall::number(const std::string& name, std::optional<float> otherwise) {
   const Json* value = param(name, !otherwise.has_value());
   if (value == nullptr) return *otherwise;
   const double number = read_param(op_, name, [&] { return value->as_number(); });
@@ -230,16 +254,16 @@ float OperatorCall::number(const std::string& name, std::optional<float> otherwi
   return narrow;
 }
 
-bool OperatorCall::flag(const std::string& name, bool otherwise) {
+bool NamedCall::flag(const std::string& name, bool otherwise) {
   const Json* value = param(name, false);
   if (value == nullptr) return otherwise;
   return read_param(op_, name, [&] { return value->as_bool(); });
 }
 
-std::optional<size_t> OperatorCall::find_word(const std::string& name,
-                                              const std::vector<std::string_view>& words,
-                                              const std::vector<std::string_view>& later,
-                                              bool has_default) {
+std::optional<size_t> NamedCall::find_word(const std::string& name,
+                                           const std::vector<std::string_view>& words,
+                                           const std::vector<std::string_view>& later,
+                                           bool has_default) {
   const Json* value = param(name, !has_default);
   if (value == nullptr) return std::nullopt;
   const std::string word = read_param(op_, name, [&] { return value->as_string(); });
@@ -256,22 +280,24 @@ std::optional<size_t> OperatorCall::find_word(const std::string& name,
   refuse("params." + name + " = '" + word + "', expected one of " + expected);
 }
 
-void OperatorCall::unused(std::initializer_list<std::string> tensors, const std::string& why) {
+void NamedCall::unused(std::initializer_list<std::string> tensors, const std::string& why) {
   for (const std::string& name : tensors) {
     const bool is_new = known_tensors_.insert(name).second;
     if (!is_new || !has(name)) continue;
-    notes_.push_back(fmt::format("{}: the tensor {} is not used {}", op_, name, why));
+    std::string note = op_;
+    note.append(": the tensor ").append(name).append(" is not used ").append(why);
+    notes_.push_back(std::move(note));
   }
 }
 
-void OperatorCall::later_tensor(const std::string& name, const std::string& feature) {
+void NamedCall::later_tensor(const std::string& name, const std::string& feature) {
   if (!has(name)) return;
   throw Error(ErrorCode::kUnsupported,
               op_ + ": the tensor " + name + " (" + feature + ") is not in this build");
 }
 
-void OperatorCall::later_param(const std::string& name, const Json& harmless,
-                               const std::string& feature) {
+void NamedCall::later_param(const std::string& name, const Json& harmless,
+                            const std::string& feature) {
   const Json* value = param(name, false);
   if (value == nullptr || *value == harmless) return;
   const bool equal_numbers = value->kind() == Json::Kind::kNumber &&
@@ -282,8 +308,8 @@ void OperatorCall::later_param(const std::string& name, const Json& harmless,
                                            feature + ") is not in this build");
 }
 
-void OperatorCall::refuse_unknown_names() const {
-  for (const std::string& name : inputs_.names()) {
+void NamedCall::refuse_unknown_names() const {
+  for (const std::string& name : tensors_.names()) {
     if (!known_tensors_.contains(name)) {
       refuse("unknown tensor '" + name +
              "'; with these parameters it takes: " + list(known_tensors_));
@@ -296,4 +322,13 @@ void OperatorCall::refuse_unknown_names() const {
   }
 }
 
-}  // namespace fovea::cli
+void NamedCall::refuse_unknown_outputs() const {
+  for (const std::string& name : tensors_.given_outputs()) {
+    if (!known_outputs_.contains(name)) {
+      refuse("unknown output '" + name +
+             "'; with these parameters it has: " + list(known_outputs_));
+    }
+  }
+}
+
+}  // namespace fovea::internal
