@@ -16,23 +16,35 @@ constexpr char kInterOp[] = "kda_stage_inter";
 constexpr char kOutputOp[] = "kda_stage_output";
 
 constexpr internal::Implementation<KdaStageProblem, KdaStageGateTensors> kGateList[] = {
+    {"cuda_portable", DeviceKind::kCuda, internal::cuda_available,
+     internal::kda_stage_cuda_supports, internal::kda_stage_cuda_workspace, nullptr,
+     internal::kda_stage_gate_cuda_portable},
     {"cpu", DeviceKind::kCpu, nullptr, nullptr, internal::kda_stage_gate_cpu_workspace,
      internal::kda_stage_gate_cpu},
     {"ref", DeviceKind::kCpu, nullptr, nullptr, nullptr, internal::kda_stage_gate_ref},
 };
 constexpr internal::Implementation<KdaStageProblem, KdaStageIntraTensors> kIntraList[] = {
+    {"cuda_portable", DeviceKind::kCuda, internal::cuda_available,
+     internal::kda_stage_cuda_supports, internal::kda_stage_cuda_workspace, nullptr,
+     internal::kda_stage_intra_cuda_portable},
     {"cpu", DeviceKind::kCpu, nullptr, nullptr, internal::kda_stage_intra_cpu_workspace,
      internal::kda_stage_intra_cpu},
     {"ref", DeviceKind::kCpu, nullptr, nullptr, internal::kda_stage_intra_ref_workspace,
      internal::kda_stage_intra_ref},
 };
 constexpr internal::Implementation<KdaStageProblem, KdaStageInterTensors> kInterList[] = {
+    {"cuda_portable", DeviceKind::kCuda, internal::cuda_available,
+     internal::kda_stage_cuda_supports, internal::kda_stage_cuda_workspace, nullptr,
+     internal::kda_stage_inter_cuda_portable},
     {"cpu", DeviceKind::kCpu, nullptr, nullptr, internal::kda_stage_inter_cpu_workspace,
      internal::kda_stage_inter_cpu},
     {"ref", DeviceKind::kCpu, nullptr, nullptr, internal::kda_stage_inter_ref_workspace,
      internal::kda_stage_inter_ref},
 };
 constexpr internal::Implementation<KdaStageProblem, KdaStageOutputTensors> kOutputList[] = {
+    {"cuda_portable", DeviceKind::kCuda, internal::cuda_available,
+     internal::kda_stage_cuda_supports, internal::kda_stage_cuda_workspace, nullptr,
+     internal::kda_stage_output_cuda_portable},
     {"cpu", DeviceKind::kCpu, nullptr, nullptr, internal::kda_stage_output_cpu_workspace,
      internal::kda_stage_output_cpu},
     {"ref", DeviceKind::kCpu, nullptr, nullptr, nullptr, internal::kda_stage_output_ref},

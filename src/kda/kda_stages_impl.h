@@ -33,6 +33,22 @@ size_t kda_stage_output_cpu_workspace(const KdaStageProblem& problem, const Devi
 void kda_stage_output_cpu(const KdaStageProblem& problem, const Device& device,
                           const KdaStageOutputTensors& tensors, Workspace workspace);
 
+/// Of every stage.
+Refusal kda_stage_cuda_supports(const KdaStageProblem& problem);
+size_t kda_stage_cuda_workspace(const KdaStageProblem& problem, const Device& device);
+void kda_stage_gate_cuda_portable(const KdaStageProblem& problem, const Device& device,
+                                  const KdaStageGateTensors& tensors, Workspace workspace,
+                                  Stream stream);
+void kda_stage_intra_cuda_portable(const KdaStageProblem& problem, const Device& device,
+                                   const KdaStageIntraTensors& tensors, Workspace workspace,
+                                   Stream stream);
+void kda_stage_inter_cuda_portable(const KdaStageProblem& problem, const Device& device,
+                                   const KdaStageInterTensors& tensors, Workspace workspace,
+                                   Stream stream);
+void kda_stage_output_cuda_portable(const KdaStageProblem& problem, const Device& device,
+                                    const KdaStageOutputTensors& tensors, Workspace workspace,
+                                    Stream stream);
+
 /// One chunk: `count` rows from row `first` on, of sequence n, number `index` of the call.
 struct StageChunk {
   int64_t n = 0;

@@ -5,6 +5,7 @@
 #include "src/kda/kda_decode_impl.h"
 #include "src/kda/kda_gate_impl.h"
 #include "src/kda/kda_prefill_impl.h"
+#include "src/kda/kda_stages_impl.h"
 #include "src/kda/kda_verify_impl.h"
 
 // The kernels of the room in a build without CUDA: plan() never chooses them.
@@ -28,6 +29,25 @@ size_t kda_prefill_cuda_workspace(const KdaPrefillProblem&, const Device&) { ret
 void kda_prefill_cuda_portable(const KdaPrefillProblem&, const Device&, const KdaPrefillTensors&,
                                Workspace, Stream) {
   without_cuda("kda_prefill");
+}
+
+Refusal kda_stage_cuda_supports(const KdaStageProblem&) { return {}; }
+size_t kda_stage_cuda_workspace(const KdaStageProblem&, const Device&) { return 0; }
+void kda_stage_gate_cuda_portable(const KdaStageProblem&, const Device&, const KdaStageGateTensors&,
+                                  Workspace, Stream) {
+  without_cuda("kda_stage_gate");
+}
+void kda_stage_intra_cuda_portable(const KdaStageProblem&, const Device&,
+                                   const KdaStageIntraTensors&, Workspace, Stream) {
+  without_cuda("kda_stage_intra");
+}
+void kda_stage_inter_cuda_portable(const KdaStageProblem&, const Device&,
+                                   const KdaStageInterTensors&, Workspace, Stream) {
+  without_cuda("kda_stage_inter");
+}
+void kda_stage_output_cuda_portable(const KdaStageProblem&, const Device&,
+                                    const KdaStageOutputTensors&, Workspace, Stream) {
+  without_cuda("kda_stage_output");
 }
 
 Refusal kda_verify_cuda_supports(const KdaVerifyProblem&) { return {}; }

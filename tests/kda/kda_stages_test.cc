@@ -417,28 +417,43 @@ TEST_P(KdaStageOutputTest, FollowsItsFormula) {
                            test::float_tensor(DType::kBf16, {88, 2, 10}, expected).view(), 1e-3));
 }
 
-// The four stages of one implementation, or of the reference where it lacks
-// one, are a prefill.
+// The four stages of one implementation are a prefill.
+void expect_a_prefill(const Options& options, const KdaLayer& layer, int64_t chunk, DType dtype) {
+  const std::vector<int32_t> lengths{130, 0, 17, 1};
+  StageCase call(layer, lengths, chunk, 8, dtype);
+  call.gate(options);
+  call.intra(options);
+  call.inter(options);
+  call.output(options);
+  test::PrefillCase prefill(layer, lengths);
+  prefill.inputs = call.inputs;
+  prefill.state = call.initial_state;
+  prefill.run({"ref"});
+  const test::KdaLimits limits = test::kda_limits(options.implementation);
+  const bool exact = dtype == DType::kF32;
+  EXPECT_TRUE(test::within(call.out.view(), prefill.out.view(), exact ? limits.out : 1e-2));
+  EXPECT_TRUE(test::within(call.final_state.view(), prefill.state.view(),
+                           exact ? limits.state_fp32 : 1e-2));
+}
+
 TEST_P(KdaStageInterTest, TheChainIsAPrefill) {
   for (const GateKind kind : {GateKind::kSoftplus, GateKind::kLowerBound, GateKind::kGiven}) {
     for (const int64_t chunk : {16, 32, 64}) {
       for (const DType dtype : {DType::kF32, DType::kBf16}) {
-        StageCase call(stage_layer(kind), {130, 0, 17, 1}, chunk, 8, dtype);
-        const Options options = GetParam().options();
-        call.gate(options);
-        call.intra(options);
-        call.inter(options);
-        call.output(options);
-        test::PrefillCase prefill(call.problem.layer, {130, 0, 17, 1});
-        prefill.inputs = call.inputs;
-        prefill.state = call.initial_state;
-        prefill.run({"ref"});
-        const bool exact = dtype == DType::kF32;
-        EXPECT_TRUE(test::within(call.out.view(), prefill.out.view(), exact ? 1e-3 : 1e-2));
-        EXPECT_TRUE(
-            test::within(call.final_state.view(), prefill.state.view(),
-                         exact ? test::kda_limits(options.implementation).state_fp32 : 1e-2));
+        expect_a_prefill(GetParam().options(), stage_layer(kind), chunk, dtype);
       }
+    }
+  }
+}
+
+TEST_P(KdaStageInterTest, TheChainOfWideHeadsIsAPrefill) {
+  for (const auto& [dim_k, dim_v] : {std::pair{128, 128}, std::pair{256, 40}, std::pair{61, 100}}) {
+    KdaLayer layer = stage_layer();
+    layer.head_dim_k = dim_k;
+    layer.head_dim_v = dim_v;
+    for (const DType dtype : {DType::kF32, DType::kBf16}) {
+      SCOPED_TRACE(std::to_string(dim_k) + " x " + std::to_string(dim_v));
+      expect_a_prefill(GetParam().options(), layer, 64, dtype);
     }
   }
 }
