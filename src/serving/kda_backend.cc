@@ -9,13 +9,11 @@
 #include "src/core/check.h"
 #include "src/core/log.h"
 #include "src/core/parallel.h"
-#include "src/serving/dsa_checks.h"
 #include "src/serving/dsa_shapes.h"
 #include "src/serving/kda_plans.h"
 #include "src/serving/kda_step.h"
 #include "src/serving/operator_caller.h"
 #include "src/serving/operator_options.h"
-#include "src/serving/selection_map.h"
 #include "src/serving/step_rows.h"
 
 namespace fovea {
@@ -23,30 +21,13 @@ namespace {
 
 using internal::check_optional;
 using internal::check_tensor;
+using internal::first_rows;
 using internal::kAnyExtent;
 using internal::KdaStep;
 using internal::kKdaOp;
 
 bool follows_failures(const KdaBackendConfig& config) {
   return !config.strict && !config.deterministic && config.implementation.empty();
-}
-
-// The checks of lengths and rows are those of every backend; the message names this one.
-void check_lengths(const KdaBackendConfig& config, const ForwardBatch& batch,
-                   const std::optional<StepBucket>& bucket, int32_t kv_len_delta) {
-  try {
-    internal::check_forward_batch(internal::metadata_config(config), batch, bucket, kv_len_delta);
-  } catch (const Error& error) {
-    std::string text = error.what();
-    const std::string other = internal::kDsaOp;
-    const size_t at = text.find(other);
-    if (at != std::string::npos) text.replace(at, other.size(), kKdaOp);
-    throw Error(error.code(), text);
-  }
-  if (batch.context_split != nullptr) {
-    internal::unsupported(kKdaOp,
-                          "context_split: a recurrence cannot be cut over ranks; leave it out");
-  }
 }
 
 void check_slots(const KdaBackendConfig& config, const KdaBatch& batch) {
@@ -69,11 +50,6 @@ void check_slots(const KdaBackendConfig& config, const KdaBatch& batch) {
   internal::check_range(kKdaOp, "snapshot_seq.shape[0]", snapshots, 0, config.max_snapshots);
 }
 
-// The first `rows` rows; absent stays absent.
-ConstTensorView first_rows(const ConstTensorView& view, int64_t rows) {
-  return view.defined() ? slice_rows(view, 0, rows) : view;
-}
-
 // q, k and v inside rows of q|k|v.
 struct Parts {
   ConstTensorView q, k, v;
@@ -92,14 +68,6 @@ Parts parts_of(const KdaLayer& layer, const ConstTensorView& qkv) {
   return {part(0, layer.num_heads, layer.head_dim_k),
           part(width, layer.num_heads, layer.head_dim_k),
           part(2 * width, layer.num_value_heads, layer.head_dim_v)};
-}
-
-internal::StepShape shape_of(const ForwardBatch& batch) {
-  internal::StepShape shape;
-  shape.num_requests = batch.seq_len.shape[0];
-  shape.num_rows = shape.num_tokens = batch.num_rows;
-  shape.padded_rows = shape.padded_tokens = std::max(batch.num_rows, batch.padded_rows);
-  return shape;
 }
 
 }  // namespace
@@ -205,45 +173,14 @@ KdaStep* KdaBackend::State::step_of(const std::unique_ptr<KdaStepPlan::State>& p
 }
 
 void KdaBackend::State::begin(const KdaBatch& batch, KdaStep* step, Stream stream) {
-  check_lengths(config, batch.forward, step->bucket, batch.kv_len_delta);
+  const DsaConfig metadata = internal::metadata_config(config);
+  internal::check_row_batch(kKdaOp, "a recurrence cannot be cut over ranks", metadata,
+                            batch.forward, step->bucket, batch.kv_len_delta);
   check_slots(config, batch);
   caller.enter(stream);
-  const ForwardBatch& forward = batch.forward;
-  const int64_t requests = forward.seq_len.shape[0];
-  const int64_t rows = forward.num_rows, padded = std::max(rows, forward.padded_rows);
-  MetadataTensors tensors;
-  tensors.seq_len = forward.seq_len;
-  tensors.pool_row = forward.pool_row;
-  tensors.req_to_token = forward.req_to_token;
-  tensors.ext_len = forward.ext_len;
-  tensors.kv_len_delta[0] = batch.kv_len_delta;
-  tensors.steps[0] = step->arrays.views(forward.mode, requests, rows, padded);
-  const DsaConfig metadata = internal::metadata_config(config);
-  step->begun = false;
-  step->fields = tensors.steps[0];
-  if (device.kind != DeviceKind::kCpu) {
-    step->lengths.fill(metadata, forward, shape_of(forward), batch.kv_len_delta);
-  }
-  caller.call("metadata_refresh", plans.refresh[static_cast<size_t>(forward.mode)], tensors,
-              [&] { return internal::metadata_work(metadata, step->host_fields()); });
+  internal::begin_rows(metadata, plans.refresh, batch.forward, batch.kv_len_delta, caller, step);
   step->batch = batch;
-  step->num_requests = requests;
-  step->num_rows = rows;
-  step->padded_rows = padded;
-  step->store_slots = first_rows(forward.out_cache_loc, rows);
-  if (forward.mode == ForwardMode::kDraftExtend) {
-    const TensorView slots = slice_rows(step->arrays.store_slots(), 0, rows);
-    caller.call_own(
-        "mask_slots",
-        [&] {
-          internal::mask_slots(step->fields.row_to_request, forward.out_cache_loc, slots, device,
-                               stream);
-        },
-        [&] { return internal::mask_slots_work(rows); });
-    step->store_slots = slots;
-  }
   step->verified.assign(step->verified.size(), false);
-  step->begun = true;
 }
 
 void KdaBackend::State::check_kda(const KdaStep& step, int64_t layer,
@@ -555,7 +492,7 @@ KdaBackend::KdaBackend(KdaBackend&&) noexcept = default;
 KdaBackend& KdaBackend::operator=(KdaBackend&&) noexcept = default;
 
 KdaStepPlan KdaBackend::make_step_plan(const StepBucket& bucket) const {
-  internal::check_bucket(internal::metadata_config(state_->config), bucket);
+  internal::check_row_bucket(kKdaOp, internal::metadata_config(state_->config), bucket);
   KdaStepPlan plan(
       std::make_unique<KdaStepPlan::State>(state_.get(), state_->config, state_->home(), bucket));
   state_->birth.synchronize();

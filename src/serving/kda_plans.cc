@@ -1,22 +1,16 @@
 #include "src/serving/kda_plans.h"
 
 #include <algorithm>
-#include <array>
 #include <limits>
 #include <string>
 
 #include "src/core/access.h"
 #include "src/core/check.h"
-#include "src/serving/dsa_plans.h"
 #include "src/serving/dsa_shapes.h"
+#include "src/serving/row_step.h"
 
 namespace fovea::internal {
 namespace {
-
-constexpr std::array kModes = {ForwardMode::kExtend,      ForwardMode::kDecode,
-                               ForwardMode::kIdle,        ForwardMode::kTargetVerify,
-                               ForwardMode::kDraftExtend, ForwardMode::kDraftExtendV2,
-                               ForwardMode::kMixed};
 
 CausalConv1d convolution_plan(const KdaBackendConfig& config, ConvMode mode,
                               int64_t rows_per_request, const Device& device,
@@ -99,16 +93,8 @@ void check_kda_config(const KdaBackendConfig& config) {
 }
 
 DsaConfig metadata_config(const KdaBackendConfig& config) {
-  DsaConfig result;
-  result.num_heads = std::max<int64_t>(config.num_mla_heads, 1);
-  result.topk = 1;
-  result.page_size = config.page_size;
-  result.row_format = RowFormat::kBf16;
-  result.max_requests = config.max_requests;
-  result.max_rows = std::max(config.max_rows, config.max_requests * config.rows_per_request);
-  result.table_width = config.table_width;
-  result.rows_per_request = config.rows_per_request;
-  return result;
+  return metadata_config({config.page_size, config.table_width, config.max_requests,
+                          config.max_rows, config.rows_per_request});
 }
 
 KdaVerifyPlans::KdaVerifyPlans(const KdaBackendConfig& config, int64_t rows_per_request,
@@ -125,21 +111,17 @@ size_t KdaVerifyPlans::workspace_bytes() const {
 
 KdaPlans::KdaPlans(const KdaBackendConfig& config, const Device& device,
                    const OperatorOptions& options)
-    : prefill_convolution(convolution_plan(config, ConvMode::kPrefill, 1, device, options)),
+    : refresh(refresh_plans(metadata_config(config), device, options)),
+      prefill_convolution(convolution_plan(config, ConvMode::kPrefill, 1, device, options)),
       update_convolution(convolution_plan(config, ConvMode::kUpdate, 1, device, options)),
       prefill(prefill_plan(config, device, options)),
       decode(KdaDecode::plan({config.layer, config.max_requests, config.check}, device,
                              options("kda_decode"))),
       verify_one(config, 1, 0, device, options),
       verify(config, config.rows_per_request, config.num_layers, device, options) {
-  const DsaConfig metadata = metadata_config(config);
-  for (const ForwardMode mode : kModes) {
-    refresh.push_back(MetadataRefresh::plan(metadata_problem(metadata, mode), device,
-                                            options("metadata_refresh")));
-  }
   if (config.num_mla_heads == 0) return;
   RowCodecProblem problem;
-  problem.max_rows = metadata.max_rows;
+  problem.max_rows = metadata_config(config).max_rows;
   problem.page_size = config.page_size;
   problem.width = kLatentWidth;
   pack = PackRows::plan(problem, device, options("pack_rows"));

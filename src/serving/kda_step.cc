@@ -89,23 +89,14 @@ void WindowBackup::save(const TensorView& window, const ConstTensorView& slots,
 }
 
 KdaStep::KdaStep(const KdaBackendConfig& config, const StepHome& home)
-    : KdaStep(config, home, config.max_requests, metadata_config(config).max_rows) {}
+    : RowStep(metadata_config(config), home) {}
 
 KdaStep::KdaStep(const KdaBackendConfig& config, const StepHome& home, const StepBucket& bucket_in)
-    : KdaStep(config, home, bucket_in.num_requests,
-              bucket_in.num_requests * bucket_in.rows_per_request) {
-  bucket = bucket_in;
+    : RowStep(metadata_config(config), home, bucket_in) {
   if (bucket_in.mode != ForwardMode::kTargetVerify) return;
   scratch = VerifyScratch(config, bucket_in.num_requests, bucket_in.rows_per_request,
                           config.num_layers, home);
   verified.assign(static_cast<size_t>(config.num_layers), false);
 }
-
-KdaStep::KdaStep(const KdaBackendConfig& config, const StepHome& home, int64_t max_requests,
-                 int64_t max_rows)
-    : device(home.device),
-      arrays(metadata_config(config), max_requests, max_rows, home),
-      lengths(home.device.kind == DeviceKind::kCpu ? 0 : max_requests,
-              home.device.kind == DeviceKind::kCpu ? 0 : max_rows) {}
 
 }  // namespace fovea::internal

@@ -1,13 +1,11 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include "fovea/device_memory.h"
 #include "fovea/kda_backend.h"
-#include "src/serving/dsa_step.h"
-#include "src/serving/step_lengths.h"
+#include "src/serving/row_step.h"
 #include "src/serving/window_copy.h"
 
 /// What a step of a KdaBackend is made of.
@@ -59,30 +57,13 @@ class WindowBackup {
 };
 
 /// A step between its begin and its last forward.
-struct KdaStep {
+struct KdaStep : RowStep {
   KdaStep(const KdaBackendConfig& config, const StepHome& home);
   KdaStep(const KdaBackendConfig& config, const StepHome& home, const StepBucket& bucket);
 
-  Device device;
-  std::optional<StepBucket> bucket;
-  StepArrays arrays;
-  StepLengths lengths;         ///< For the profile of a GPU.
   VerifyScratch scratch;       ///< Of a TARGET_VERIFY bucket.
   std::vector<bool> verified;  ///< Per layer: scratch holds the step's rows.
-  bool begun = false;
   KdaBatch batch;
-  int64_t num_requests = 0, num_rows = 0, padded_rows = 0;
-  MetadataFields fields;
-  ConstTensorView store_slots;  ///< out_cache_loc without rows of no request.
-
-  /// Metadata whose lengths the host may read: of the live rows, or what it knows of them.
-  const MetadataFields& host_fields() const {
-    return device.kind == DeviceKind::kCpu ? fields : lengths.fields();
-  }
-
- private:
-  KdaStep(const KdaBackendConfig& config, const StepHome& home, int64_t max_requests,
-          int64_t max_rows);
 };
 
 }  // namespace fovea::internal
