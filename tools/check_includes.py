@@ -36,6 +36,7 @@ HEADER_ROOM = {
     "build_page_table.h": "msa", "msa_block_scores.h": "msa", "msa_select_blocks.h": "msa", "msa_score_select.h": "msa",
     "msa_attend.h": "msa",
     "dsa_backend.h": "serving", "kda_backend.h": "serving", "kda_compat.h": "serving",
+    "msa_backend.h": "serving",
     "call_operator.h": "binding",
     "trace.h": "replay", "replay.h": "replay",
     "fovea.h": "cli",  # the umbrella: for users, never included inside

@@ -41,6 +41,7 @@
 #include "fovea/mla_inputs.h"
 #include "fovea/move_rows.h"
 #include "fovea/msa_attend.h"
+#include "fovea/msa_backend.h"
 #include "fovea/msa_block_scores.h"
 #include "fovea/msa_score_select.h"
 #include "fovea/msa_select_blocks.h"
