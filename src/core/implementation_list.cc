@@ -130,6 +130,12 @@ size_t choose_candidate(const char* op, const std::vector<Candidate>& candidates
       options.implementation.empty() ? forced_name(op) : options.implementation;
   std::string tried;
   bool exists = false;
+  const auto choose = [&](size_t i) {
+    choice->name = candidates[i].name;
+    log_once(LogLevel::kDispatch, std::string(op) + ": runs " + candidates[i].name);
+    return i;
+  };
+  std::optional<size_t> second_best;
   for (size_t i = 0; i < candidates.size(); ++i) {
     const Candidate& candidate = candidates[i];
     Refusal refusal = candidate.refusal;
@@ -137,9 +143,9 @@ size_t choose_candidate(const char* op, const std::vector<Candidate>& candidates
     exists = exists || candidate.name == forced;
     const bool wanted = forced.empty() || candidate.name == forced;
     if (wanted && refusal.empty()) {
-      choice->name = candidate.name;
-      log_once(LogLevel::kDispatch, std::string(op) + ": runs " + candidate.name);
-      return i;
+      if (!forced.empty() || candidate.reluctance.empty()) return choose(i);
+      if (!second_best) second_best = i;
+      refusal = candidate.reluctance;
     }
     if (wanted) {
       choice->refused.emplace_back(candidate.name, refusal);
@@ -149,6 +155,7 @@ size_t choose_candidate(const char* op, const std::vector<Candidate>& candidates
     tried += std::string(tried.empty() ? "" : "; ") + candidate.name + " (" +
              (refusal.empty() ? "supports the problem" : refusal) + ")";
   }
+  if (second_best) return choose(*second_best);
   if (!forced.empty() && !exists) {
     invalid(op, "implementation '" + forced + "' does not exist; there are " + tried);
   }

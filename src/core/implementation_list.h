@@ -27,6 +27,10 @@ struct Implementation {
   size_t (*workspace_bytes)(const Problem& problem, const Device& device);
   RunFunction<Problem, Tensors> run;                  ///< CPU
   LaunchFunction<Problem, Tensors> launch = nullptr;  ///< GPU, instead of `run`
+  /// Empty when the entry is a good choice for a problem that it supports, otherwise why one behind
+  /// it may serve better; what is measured stands here. Null: always a good choice. A forced name
+  /// does not ask.
+  Refusal (*preferred)(const Problem& problem) = nullptr;
 };
 
 /// What the choice needs to know of one entry, for one problem.
@@ -34,11 +38,13 @@ struct Candidate {
   const char* name;
   DeviceKind device;
   Refusal refusal;
+  Refusal reluctance;  ///< Of an entry that supports the problem without being preferred.
 };
 
-/// Index of the first candidate for `device` that is forced or accepts. Logs the choice and each
-/// distinct refusal once. Throws Error(kUnsupported) listing every candidate when none accepts or
-/// the forced one refuses, and Error(kInvalidArgument) when the forced name does not exist.
+/// Index of the first candidate for `device` that is forced, or accepts and is preferred, or else
+/// of the first that accepts. Logs the choice and each distinct refusal once. Throws
+/// Error(kUnsupported) listing every candidate when none accepts or the forced one refuses, and
+/// Error(kInvalidArgument) when the forced name does not exist.
 size_t choose_candidate(const char* op, const std::vector<Candidate>& candidates,
                         const Device& device, const Options& options, ImplementationChoice* choice);
 
@@ -72,7 +78,9 @@ std::shared_ptr<const typename OperatorPlan<Problem, Tensors>::State> make_plan(
   for (const auto& entry : list) {
     Refusal refusal = entry.available != nullptr ? entry.available() : Refusal();
     if (refusal.empty() && entry.supports != nullptr) refusal = entry.supports(problem);
-    candidates.push_back({entry.name, entry.device, std::move(refusal)});
+    Refusal reluctance;
+    if (refusal.empty() && entry.preferred != nullptr) reluctance = entry.preferred(problem);
+    candidates.push_back({entry.name, entry.device, std::move(refusal), std::move(reluctance)});
   }
   ImplementationChoice choice;
   const auto& chosen = list[choose_candidate(op, candidates, device, options, &choice)];

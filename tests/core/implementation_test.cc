@@ -81,6 +81,39 @@ TEST_F(ImplementationList, TakesTheBestThatSupportsTheProblemAndKeepsTheRefusals
   EXPECT_EQ(choice.refused[1].second, "needs a width that is a multiple of 8");
 }
 
+TEST_F(ImplementationList, APreferredEntryGoesBeforeABetterRankedOneThatIsNot) {
+  constexpr internal::Implementation<ToyProblem, ToyTensors> kList[] = {
+      {"toy_wide", DeviceKind::kCpu, nullptr,
+       [](const ToyProblem& problem) {
+         return problem.width > 4 ? internal::Refusal()
+                                  : internal::Refusal("needs a width above 4");
+       },
+       nullptr, run_fast, nullptr,
+       [](const ToyProblem& problem) {
+         return problem.width >= 64 ? internal::Refusal() : internal::Refusal("pays from 64 on");
+       }},
+      {"toy_narrow", DeviceKind::kCpu, nullptr,
+       [](const ToyProblem& problem) {
+         return problem.width < 32 ? internal::Refusal() : internal::Refusal("takes less than 32");
+       },
+       nullptr, run_slow},
+  };
+  const auto choose = [&](int width, const Options& options = {}) {
+    return internal::make_plan("toy_preference", kList, ToyProblem{width}, Device::cpu(1), options,
+                               accept_all)
+        ->choice;
+  };
+  EXPECT_EQ(choose(64).name, "toy_wide");
+  EXPECT_EQ(choose(4).name, "toy_narrow");
+  EXPECT_EQ(choose(16).name, "toy_narrow");
+  EXPECT_EQ(choose(16).refused,
+            (std::vector<std::pair<std::string, std::string>>{{"toy_wide", "pays from 64 on"}}));
+  EXPECT_EQ(choose(40).name, "toy_wide") << "nothing else supports it";
+  EXPECT_EQ(choose(16, {"toy_wide"}).name, "toy_wide") << "forced";
+  EXPECT_THAT(error_of([&] { choose(4, {"toy_wide"}); }, ErrorCode::kUnsupported),
+              HasSubstr("needs a width above 4"));
+}
+
 TEST_F(ImplementationList, RunsWhatItChose) {
   int result = 0;
   HostBuffer buffer(128);

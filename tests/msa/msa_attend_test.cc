@@ -19,7 +19,19 @@ using test::Tensor;
 
 class MsaAttendTest : public test::TargetTest {
  public:
-  void run(AttendCase& attend, int threads = 1) { attend.run(GetParam().options(), threads); }
+  void run(AttendCase& attend, int threads = 1) {
+    attend.run(options_of(attend.problem()), threads);
+  }
+  // Cases that cuda_by_block refuses run on the implementation behind it.
+  static Options options_of(const MsaAttendProblem& problem) {
+    try {
+      MsaAttend::plan(problem, GetParam().device(), GetParam().options());
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::kUnsupported) throw;
+      return {"cuda_portable"};
+    }
+    return GetParam().options();
+  }
   void expect_reference(AttendCase& attend, int threads = 1) {
     AttendCase expected = attend;
     expected.run({"ref"});
@@ -137,6 +149,12 @@ TEST_P(MsaAttendTest, MatchesTheReferenceForEveryShape) {
       }
     }
   }
+}
+
+TEST_P(MsaAttendTest, ManyRowsShareBlocks) {
+  AttendCase attend(PagedBatch({900, 130, 400}, {60, 1, 50}, 128, 3), 32, 2, 128, 4);
+  EXPECT_EQ(options_of(attend.problem()).implementation, GetParam().implementation);
+  expect_reference(attend, 2);
 }
 
 TEST_P(MsaAttendTest, KnownFault7OtherHeadCountsAndWidths) {

@@ -234,6 +234,37 @@ __global__ void __launch_bounds__(kThreads)
 
 inline constexpr char kAttendOp[] = "msa_attend";
 
+inline int64_t steps_per_block(int64_t block_size) {
+  return (block_size + kStepKeys - 1) / kStepKeys;
+}
+
+// What every way to run has in common; starts the kernel that fills offsets[0 .. R].
+inline AttendParams attend_params(const MsaAttendProblem& problem, const MsaAttendTensors& tensors,
+                                  int32_t* offsets, Stream stream) {
+  AttendParams params{};
+  params.num_rows = tensors.q.shape[0];
+  params.inputs = msa_attend_inputs(problem, tensors);
+  params.q = tensors.q.data;
+  params.q_row = tensors.q.stride[0];
+  params.q_head = tensors.q.stride[1];
+  params.q_is_e4m3 = tensors.q.dtype != DType::kBf16;
+  params.causal = problem.causal;
+  params.num_tiles = (params.num_rows + kRowWarps - 1) / kRowWarps;
+  params.num_kv_heads = static_cast<int>(problem.num_kv_heads);
+  params.group = static_cast<int>(problem.num_heads / problem.num_kv_heads);
+  params.head_dim = static_cast<int>(problem.head_dim);
+  params.block_size = static_cast<int>(problem.block_size);
+  params.steps_per_block = static_cast<int>(steps_per_block(problem.block_size));
+  params.topk = static_cast<int>(problem.topk);
+  params.softmax_scale = problem.softmax_scale;
+  params.rows =
+      launch_msa_rows(kAttendOp,
+                      msa_batch(tensors.kv_len, tensors.q_indptr, tensors.q_offset, params.num_rows,
+                                params.inputs.page_table.shape[1], problem.block_size),
+                      offsets, stream);
+  return params;
+}
+
 template <Stored kStored, int kDim, bool kWide>
 void launch_chains(const AttendParams& params, bool by_rows, Stream stream) {
   const auto chunks = static_cast<unsigned>((params.head_dim + kDim - 1) / kDim);

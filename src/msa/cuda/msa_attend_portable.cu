@@ -25,12 +25,10 @@ struct Shape {
     by_rows = pairs >= warps;
     if (by_rows) return;
     // Two steps a chain at least.
-    const int64_t steps = std::min(problem.topk, problem.max_pages) * steps_per_block(problem);
+    const int64_t steps =
+        std::min(problem.topk, problem.max_pages) * msa::steps_per_block(problem.block_size);
     const int64_t most = std::clamp<int64_t>(steps / (2 * msa::kPartWarps), 1, kMaxParts);
     parts = std::clamp<int64_t>(warps / (msa::kPartWarps * pairs), 1, most);
-  }
-  static int64_t steps_per_block(const MsaAttendProblem& problem) {
-    return (problem.block_size + msa::kStepKeys - 1) / msa::kStepKeys;
   }
 };
 
@@ -78,31 +76,11 @@ void msa_attend_cuda_portable(const MsaAttendProblem& problem, const Device& dev
   const Shape shape(problem, device);
   WorkspaceCutter cutter(workspace);
   const Memory memory(problem, shape, cutter);
-  AttendParams params{};
-  params.num_rows = tensors.q.shape[0];
-  if (params.num_rows == 0) return;
-  params.inputs = msa_attend_inputs(problem, tensors);
-  params.q = tensors.q.data;
-  params.q_row = tensors.q.stride[0];
-  params.q_head = tensors.q.stride[1];
-  params.q_is_e4m3 = tensors.q.dtype != DType::kBf16;
-  params.causal = problem.causal;
-  params.num_tiles = (params.num_rows + msa::kRowWarps - 1) / msa::kRowWarps;
-  params.num_kv_heads = static_cast<int>(problem.num_kv_heads);
-  params.group = static_cast<int>(problem.num_heads / problem.num_kv_heads);
-  params.head_dim = static_cast<int>(problem.head_dim);
-  params.block_size = static_cast<int>(problem.block_size);
-  params.steps_per_block = static_cast<int>(Shape::steps_per_block(problem));
-  params.topk = static_cast<int>(problem.topk);
+  if (tensors.q.shape[0] == 0) return;
+  AttendParams params = msa::attend_params(problem, tensors, memory.offsets, stream);
   params.num_parts = static_cast<int>(shape.parts);
-  params.softmax_scale = problem.softmax_scale;
   params.part_values = memory.part_values;
   params.part_state = memory.part_state;
-  params.rows =
-      launch_msa_rows(msa::kAttendOp,
-                      msa_batch(tensors.kv_len, tensors.q_indptr, tensors.q_offset, params.num_rows,
-                                params.inputs.page_table.shape[1], problem.block_size),
-                      memory.offsets, stream);
   switch (problem.kv_mode) {
     case MsaKvMode::kBf16:
       msa::launch_attend_bf16(params, shape.by_rows, stream);
