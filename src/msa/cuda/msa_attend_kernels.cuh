@@ -150,7 +150,8 @@ __global__ void __launch_bounds__(kPartWarps* kWarpThreads, 2)
     const ListMemory list(
         reinterpret_cast<int32_t*>(memory + sizeof(PartMemory<kDim>)) + warp * 3 * params.topk,
         params.topk);
-    const MsaRow row = find_msa_row(params.rows, t);
+    const MsaRow row = params.rows.offsets != nullptr ? find_msa_row(params.rows, t)
+                                                      : seek_msa_row(params.rows.batch, t);
     const int num_blocks = read_list(params, row, t, kv_head, list);
     const int steps = count_steps(params, row, list, num_blocks);
     const int num_chains = params.num_parts * kPartWarps;
@@ -238,7 +239,8 @@ inline int64_t steps_per_block(int64_t block_size) {
   return (block_size + kStepKeys - 1) / kStepKeys;
 }
 
-// What every way to run has in common; starts the kernel that fills offsets[0 .. R].
+// What every way to run has in common. Starts the kernel that fills offsets[0 .. R], unless there
+// are none.
 inline AttendParams attend_params(const MsaAttendProblem& problem, const MsaAttendTensors& tensors,
                                   int32_t* offsets, Stream stream) {
   AttendParams params{};
@@ -257,11 +259,11 @@ inline AttendParams attend_params(const MsaAttendProblem& problem, const MsaAtte
   params.steps_per_block = static_cast<int>(steps_per_block(problem.block_size));
   params.topk = static_cast<int>(problem.topk);
   params.softmax_scale = problem.softmax_scale;
-  params.rows =
-      launch_msa_rows(kAttendOp,
-                      msa_batch(tensors.kv_len, tensors.q_indptr, tensors.q_offset, params.num_rows,
-                                params.inputs.page_table.shape[1], problem.block_size),
-                      offsets, stream);
+  const MsaBatch batch =
+      msa_batch(tensors.kv_len, tensors.q_indptr, tensors.q_offset, params.num_rows,
+                params.inputs.page_table.shape[1], problem.block_size);
+  params.rows = offsets == nullptr ? MsaDeviceRows{batch, nullptr}
+                                   : launch_msa_rows(kAttendOp, batch, offsets, stream);
   return params;
 }
 

@@ -11,19 +11,26 @@ using msa::AttendParams;
 
 constexpr int64_t kMaxTopk = 1024;
 constexpr int64_t kMaxParts = 16;
+// Of so many requests a warp finds that of its row in the time that a launch takes.
+constexpr int64_t kMaxSoughtRequests = 512;
 
 // What follows from problem and device: which kernel, and how many parts a row has.
 struct Shape {
   bool by_rows = false;
+  bool has_offsets = true;  // of requests, made by a launch of its own
   int64_t parts = 1;
 
   Shape(const MsaAttendProblem& problem, const Device& device) {
+    has_offsets = problem.max_requests > kMaxSoughtRequests;
     // Fixed chains, whatever the number of rows is.
     if (problem.batch_invariant) return;
     const int64_t warps = cuda::device_facts(device.ordinal).num_sms * int64_t{msa::kRowWarps};
     const int64_t pairs = std::max<int64_t>(1, problem.max_rows * problem.num_kv_heads);
     by_rows = pairs >= warps;
-    if (by_rows) return;
+    if (by_rows) {
+      has_offsets = true;
+      return;
+    }
     // Two steps a chain at least.
     const int64_t steps =
         std::min(problem.topk, problem.max_pages) * msa::steps_per_block(problem.block_size);
@@ -38,7 +45,7 @@ struct Memory {
   float* part_state;
 
   Memory(const MsaAttendProblem& problem, const Shape& shape, WorkspaceCutter& cutter)
-      : offsets(cutter.take<int32_t>(problem.max_requests + 1)) {
+      : offsets(shape.has_offsets ? cutter.take<int32_t>(problem.max_requests + 1) : nullptr) {
     const int64_t heads = shape.parts > 1 ? problem.max_rows * problem.num_heads * shape.parts : 0;
     part_values = cutter.take<float>(heads * problem.head_dim);
     part_state = cutter.take<float>(heads * 2);
