@@ -1,8 +1,6 @@
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <array>
-#include <cstring>
 #include <string>
 #include <vector>
 
@@ -11,15 +9,12 @@
 #include "fovea/error.h"
 #include "fovea/index_cache.h"
 #include "fovea/row_codec.h"
-#include "fovea/sparse_mla.h"
 #include "fovea/stream.h"
-#include "src/core/fault_injection.h"
 #include "tests/serving/dsa_rig.h"
+#include "tests/serving/step_graphs.h"
 #include "tests/support/rng.h"
-#include "tests/support/spinner.h"
 
-// Whole steps, begin_step and the forwards of all layers, submitted to a stream: by themselves and
-// from graphs. Device memory is the device's own here.
+// Whole steps, begin_step and the forwards of all layers: tests/serving/step_graphs.h.
 namespace fovea {
 namespace {
 
@@ -55,6 +50,9 @@ DsaConfig step_config() {
 // positions and slots are what a replay changes.
 class EngineStep {
  public:
+  static constexpr int64_t kRequests = fovea::kRequests, kWidth = fovea::kWidth,
+                           kRowsPerRequest = fovea::kRowsPerRequest;
+
   EngineStep(DsaBackend& backend, Kind kind, uint64_t seed) : backend_(backend), kind_(kind) {
     const int64_t steps = kind == Kind::kDraftChain ? kDrafts : 1;
     for (int64_t i = 0; i < steps; ++i) {
@@ -88,7 +86,8 @@ class EngineStep {
   }
 
   // Committed tokens of each request; 0: no request, nothing is stored.
-  void set_lengths(const std::vector<int32_t>& lengths) {
+  void set(std::vector<int32_t> lengths, int turn) {
+    if (turn % 3 == 0 && lengths[1] > 0) lengths[1] = 8;  // topk
     for (int64_t r = 0; r < kRequests; ++r) {
       const int32_t committed = lengths[static_cast<size_t>(r)];
       const bool live = committed > 0;
@@ -248,16 +247,17 @@ class EngineStep {
   Tensor norm_weight_ = test::make_norm_weight(128), norm_bias_ = test::make_norm_bias(128);
 };
 
-std::vector<int32_t> lengths_of(int replay, test::Rng& rng) {
-  if (replay % 10 == 9) return {0, 0, 0, 0};
-  std::vector<int32_t> lengths;
-  for (int64_t r = 0; r < kRequests; ++r) {
-    lengths.push_back(static_cast<int32_t>(rng.integer(0, kWidth - kRowsPerRequest - 1)));
+struct DsaModel {
+  using Backend = DsaBackend;
+  using Kind = fovea::Kind;
+  using Step = EngineStep;
+
+  static DsaBackend backend(Kind /*kind*/, const Device& device, bool strict = false) {
+    DsaConfig config = step_config();
+    config.strict = strict;
+    return {config, device};
   }
-  if (replay % 4 == 1) std::sort(lengths.begin(), lengths.end());  // and shrinking afterwards
-  if (replay % 3 == 0) lengths[1] = 8;                             // topk
-  return lengths;
-}
+};
 
 class DsaStepGraph : public test::DeviceSuite {};
 INSTANTIATE_TEST_SUITE_P(Devices, DsaStepGraph, testing::ValuesIn(test::kDevices),
@@ -265,127 +265,21 @@ INSTANTIATE_TEST_SUITE_P(Devices, DsaStepGraph, testing::ValuesIn(test::kDevices
 
 TEST_P(DsaStepGraph, AHundredReplaysEqualEagerSteps) {
   for (const Kind kind : kKinds) {
-    DsaBackend captured_backend(step_config(), device_), eager_backend(step_config(), device_);
-    EngineStep captured(captured_backend, kind, 7), eager(eager_backend, kind, 7);
-    const OwnedStream stream(device_);
-    captured.set_lengths({1, 1, 1, 1});
-    const Graph graph =
-        Graph::capture(device_, stream, [&](Stream on) { captured.run(on); });  // the first call
-    test::Rng rng(3);
-    for (int replay = 0; replay < 100; ++replay) {
-      const std::vector<int32_t> lengths = lengths_of(replay, rng);
-      for (EngineStep* const step : {&captured, &eager}) {
-        step->set_lengths(lengths);
-        step->forget_results();
-      }
-      graph.launch(stream);
-      stream.synchronize();
-      eager.run(stream);
-      stream.synchronize();
-      ASSERT_TRUE(captured.results(device_) == eager.results(device_))
-          << "kind " << static_cast<int>(kind) << ", replay " << replay;
-    }
+    test::expect_replays_equal_eager_steps<DsaModel>(kind, device_, 100);
   }
 }
 
 TEST_P(DsaStepGraph, TwoCapturedStepsOfOneBackendInTurn) {
-  DsaBackend backend(step_config(), device_), other(step_config(), device_);
-  EngineStep decode(backend, Kind::kDecode, 1), verify(backend, Kind::kVerify, 2);
-  EngineStep alone_decode(other, Kind::kDecode, 1), alone_verify(other, Kind::kVerify, 2);
-  const OwnedStream stream(device_);
-  const Graph graphs[] = {Graph::capture(device_, stream, [&](Stream on) { decode.run(on); }),
-                          Graph::capture(device_, stream, [&](Stream on) { verify.run(on); })};
-  test::Rng rng(4);
-  for (int round = 0; round < 10; ++round) {
-    const std::vector<int32_t> lengths[] = {lengths_of(2 * round, rng),
-                                            lengths_of(2 * round + 1, rng)};
-    decode.set_lengths(lengths[0]);
-    verify.set_lengths(lengths[1]);
-    alone_decode.set_lengths(lengths[0]);
-    alone_verify.set_lengths(lengths[1]);
-    graphs[0].launch(stream);
-    graphs[1].launch(stream);
-    stream.synchronize();
-    alone_verify.run({});
-    alone_decode.run({});
-    synchronize(device_);
-    ASSERT_TRUE(decode.results(device_) == alone_decode.results(device_)) << round;
-    ASSERT_TRUE(verify.results(device_) == alone_verify.results(device_)) << round;
-  }
+  test::expect_captured_steps_in_turn<DsaModel>(Kind::kDecode, Kind::kVerify, device_);
 }
 
 TEST_P(DsaStepGraph, TwoBackendsOnTwoStreamsAtOnce) {
-  DsaBackend backends[2] = {{step_config(), device_}, {step_config(), device_}};
-  DsaBackend other(step_config(), device_);
-  EngineStep steps[2] = {{backends[0], Kind::kDecode, 5}, {backends[1], Kind::kVerify, 6}};
-  EngineStep alone[2] = {{other, Kind::kDecode, 5}, {other, Kind::kVerify, 6}};
-  const OwnedStream streams[2] = {OwnedStream(device_), OwnedStream(device_)};
-  const auto capture = [&](int i) {
-    return Graph::capture(device_, streams[i], [&steps, i](Stream on) { steps[i].run(on); });
-  };
-  const Graph graphs[2] = {capture(0), capture(1)};
-  test::Rng rng(5);
-  for (int round = 0; round < 10; ++round) {
-    for (int i = 0; i < 2; ++i) {
-      const std::vector<int32_t> lengths = lengths_of(2 * round + i, rng);
-      steps[i].set_lengths(lengths);
-      alone[i].set_lengths(lengths);
-    }
-    for (int i = 0; i < 2; ++i) {
-      if (round % 2 == 0) graphs[i].launch(streams[i]);
-      if (round % 2 == 1) steps[i].run(streams[i]);
-    }
-    for (int i = 0; i < 2; ++i) {
-      streams[i].synchronize();
-      alone[i].run({});
-      synchronize(device_);
-      ASSERT_TRUE(steps[i].results(device_) == alone[i].results(device_))
-          << "round " << round << ", step " << i;
-    }
-  }
+  test::expect_steps_on_two_streams<DsaModel>(Kind::kDecode, Kind::kVerify, device_);
 }
 
-// A kernel that does not end is in front of everything; plans, plans of steps and whole steps must
-// come back all the same.
 TEST_P(DsaStepGraph, NothingWaitsForTheDevice) {
-  if (device_.kind == DeviceKind::kCuda && test::launches_block()) {
-    EXPECT_TRUE(test::passes_without_blocking());
-    return;
-  }
-  DsaBackend backend(step_config(), device_), other(step_config(), device_);
-  EngineStep step(backend, Kind::kDecode, 8), alone(other, Kind::kDecode, 8);
-  step.set_lengths({40, 3, 0, 99});
-  alone.set_lengths({40, 3, 0, 99});
-  // A kernel is loaded at its first launch, which may wait for those that run.
-  const StepBucket verify{ForwardMode::kTargetVerify, kRequests, 3};
-  other.make_step_plan(verify);
-  alone.run({});
-  synchronize(device_);
-  const OwnedStream stream(device_);
-  std::vector<OperatorCall> calls;
-  backend.set_profile(&calls);
-  {
-    test::Spinner spinner(device_, stream);
-    step.run(stream);
-    const DsaStepPlan more = backend.make_step_plan(verify);
-    const SparseMla plan = SparseMla::plan({.max_rows = 4,
-                                            .num_heads = 4,
-                                            .topk = 8,
-                                            .softmax_scale = 1,
-                                            .row_format = RowFormat::kV32,
-                                            .page_size = kPage},
-                                           device_);
-    EXPECT_EQ(more.bucket().mode, ForwardMode::kTargetVerify);
-    EXPECT_EQ(plan.problem().topk, 8);
-    EXPECT_FALSE(spinner.has_ended()) << "something waited until the time was up";
-    EXPECT_EQ(calls.empty(), device_.kind == DeviceKind::kCuda);
-  }
-  stream.synchronize();
-  EXPECT_TRUE(step.results(device_) == alone.results(device_));
-  backend.set_profile(nullptr);
   // A refresh, and quantise, pack, store, select, attend of every layer.
-  ASSERT_EQ(calls.size(), 1u + 5u * kLayers);
-  for (const OperatorCall& call : calls) EXPECT_GE(call.elapsed_ms, 0) << call.name;
+  test::expect_no_wait<DsaModel>(Kind::kDecode, {40, 3, 0, 99}, 1u + 5u * kLayers, device_);
 }
 
 // What is captured is not timed, and what waits for the device is refused.
@@ -413,45 +307,14 @@ TEST_P(DsaStepGraph, CapturesAreNotProfiledAndVerifiedMetadataIsRefused) {
               std::string::npos)
         << error.what();
   }
-  verified.set_lengths({40, 3, 0, 99});
+  verified.set({40, 3, 0, 99}, 1);
   verified.run(stream);  // the stream is usable, the metadata are right
   stream.synchronize();
 }
 
-// Every launch of a step fails once: the error names an operator, the pools hold what they held or
-// what a whole operator wrote, and the next step is right.
-TEST_P(DsaStepGraph, AFailedLaunchLeavesThePoolsAndTheNextStepAlone) {
+TEST_P(DsaStepGraph, AFailedLaunchLeavesTheNextStepAlone) {
   for (const Kind kind : kKinds) {
-    DsaConfig config = step_config();
-    config.strict = true;
-    DsaBackend backend(config, device_), other(config, device_);
-    EngineStep step(backend, kind, 9), alone(other, kind, 9);
-    alone.set_lengths({40, 3, 7, 99});
-    const std::vector<uint8_t> before = alone.pools();
-    alone.run({});
-    synchronize(device_);
-    step.set_lengths({40, 3, 7, 99});
-    int failures = 0;
-    for (int64_t nth = 1;; ++nth) {
-      const internal::LaunchFault fault(nth);
-      try {
-        step.run({});
-        synchronize(device_);
-        break;
-      } catch (const Error& error) {
-        synchronize(device_);
-        ++failures;
-        EXPECT_TRUE(fault.fired());
-        EXPECT_EQ(error.code(), ErrorCode::kDevice);
-        EXPECT_NE(std::string(error.what()).find("launch failed"), std::string::npos);
-        // Before anything is stored.
-        if (nth <= 2) {
-          EXPECT_TRUE(step.pools() == before) << error.what();
-        }
-      }
-    }
-    EXPECT_GT(failures, 10);
-    EXPECT_TRUE(step.results(device_) == alone.results(device_)) << static_cast<int>(kind);
+    test::expect_repeatable_steps<DsaModel>(kind, {40, 3, 7, 99}, 11, device_);
   }
 }
 

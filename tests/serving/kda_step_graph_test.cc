@@ -1,34 +1,21 @@
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <array>
-#include <memory>
-#include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
 #include "fovea/device_memory.h"
-#include "fovea/error.h"
 #include "fovea/kda_backend.h"
 #include "fovea/numeric.h"
-#include "fovea/stream.h"
-#include "src/core/fault_injection.h"
-#include "src/core/kernel_fault.h"
-#include "tests/support/devices.h"
-#include "tests/support/limited_memory.h"
+#include "tests/serving/step_graphs.h"
 #include "tests/support/memory.h"
 #include "tests/support/rng.h"
-#include "tests/support/spinner.h"
 
-// Whole steps, begin_step, the forwards of all layers and the commit, submitted to a stream: by
-// themselves and from graphs. Device memory is the device's own here.
+// Whole steps, begin_step, the forwards of all layers and the commit: tests/serving/step_graphs.h.
 namespace fovea {
 namespace {
 
 using test::Tensor;
-using testing::HasSubstr;
 
 constexpr int64_t kRequests = 4, kRowsPerRequest = 3, kWidth = 64, kPage = 4, kDrafts = 3;
 constexpr int64_t kKdaLayers = 2, kHeads = 2, kDim = 64, kChannels = 3 * kHeads * kDim;
@@ -74,6 +61,9 @@ KdaBackendConfig config_of(Kind kind) {
 // slots and counts are what a replay changes.
 class EngineStep {
  public:
+  static constexpr int64_t kRequests = fovea::kRequests, kWidth = fovea::kWidth,
+                           kRowsPerRequest = fovea::kRowsPerRequest;
+
   EngineStep(KdaBackend& backend, Kind kind, uint64_t seed) : backend_(backend), kind_(kind) {
     const int64_t rows = rows_of(kind), steps = kind == Kind::kDraftChain ? kDrafts : 1;
     for (int64_t i = 0; i < steps; ++i) {
@@ -275,15 +265,17 @@ class EngineStep {
   Tensor state_, window_, kv_pool_;
 };
 
-std::vector<int32_t> lengths_of(int turn, test::Rng& rng) {
-  if (turn % 10 == 9) return {0, 0, 0, 0};
-  std::vector<int32_t> lengths;
-  for (int64_t r = 0; r < kRequests; ++r) {
-    lengths.push_back(static_cast<int32_t>(rng.integer(0, kWidth - kRowsPerRequest - 1)));
+struct KdaModel {
+  using Backend = KdaBackend;
+  using Kind = fovea::Kind;
+  using Step = EngineStep;
+
+  static KdaBackend backend(Kind kind, const Device& device, bool strict = false) {
+    KdaBackendConfig config = config_of(kind);
+    config.strict = strict;
+    return {config, device};
   }
-  if (turn % 4 == 1) std::sort(lengths.begin(), lengths.end());  // and shrinking afterwards
-  return lengths;
-}
+};
 
 class KdaStepGraph : public test::DeviceSuite {};
 INSTANTIATE_TEST_SUITE_P(Devices, KdaStepGraph, testing::ValuesIn(test::kDevices),
@@ -291,223 +283,40 @@ INSTANTIATE_TEST_SUITE_P(Devices, KdaStepGraph, testing::ValuesIn(test::kDevices
 
 TEST_P(KdaStepGraph, AHundredReplaysEqualEagerSteps) {
   for (const Kind kind : kKinds) {
-    KdaBackend captured_backend(config_of(kind), device_), eager_backend(config_of(kind), device_);
-    EngineStep captured(captured_backend, kind, 7), eager(eager_backend, kind, 7);
-    const OwnedStream stream(device_);
-    captured.set({1, 1, 1, 1}, 0);
-    const Graph graph =
-        Graph::capture(device_, stream, [&](Stream on) { captured.run(on); });  // the first call
-    test::Rng rng(3);
-    for (int turn = 0; turn < 100; ++turn) {
-      const std::vector<int32_t> lengths = lengths_of(turn, rng);
-      for (EngineStep* const step : {&captured, &eager}) {
-        step->set(lengths, turn);
-        step->forget_results();
-      }
-      const std::vector<uint8_t> before = captured.pools();
-      graph.launch(stream);
-      stream.synchronize();
-      eager.run(stream);
-      stream.synchronize();
-      ASSERT_TRUE(captured.results(device_) == eager.results(device_))
-          << "kind " << static_cast<int>(kind) << ", turn " << turn;
-      ASSERT_EQ(captured.pools() == before, turn % 10 == 9) << "turn " << turn;
-    }
+    test::expect_replays_equal_eager_steps<KdaModel>(kind, device_, 100);
   }
 }
 
 TEST_P(KdaStepGraph, TwoCapturedStepsOfOneBackendInTurn) {
-  KdaBackend backend(config_of(Kind::kVerify), device_), other(config_of(Kind::kVerify), device_);
-  EngineStep decode(backend, Kind::kDecode, 1), verify(backend, Kind::kVerify, 2);
-  EngineStep alone_decode(other, Kind::kDecode, 1), alone_verify(other, Kind::kVerify, 2);
-  const OwnedStream stream(device_);
-  const Graph graphs[] = {Graph::capture(device_, stream, [&](Stream on) { decode.run(on); }),
-                          Graph::capture(device_, stream, [&](Stream on) { verify.run(on); })};
-  test::Rng rng(4);
-  for (int round = 0; round < 10; ++round) {
-    const std::vector<int32_t> first = lengths_of(2 * round, rng);
-    const std::vector<int32_t> second = lengths_of(2 * round + 1, rng);
-    for (EngineStep* const step : {&decode, &alone_decode}) step->set(first, round);
-    for (EngineStep* const step : {&verify, &alone_verify}) step->set(second, round);
-    graphs[0].launch(stream);
-    graphs[1].launch(stream);
-    stream.synchronize();
-    alone_verify.run({});
-    alone_decode.run({});
-    synchronize(device_);
-    ASSERT_TRUE(decode.results(device_) == alone_decode.results(device_)) << round;
-    ASSERT_TRUE(verify.results(device_) == alone_verify.results(device_)) << round;
-  }
+  test::expect_captured_steps_in_turn<KdaModel>(Kind::kDecode, Kind::kVerify, device_);
 }
 
 TEST_P(KdaStepGraph, TwoBackendsOnTwoStreamsAtOnce) {
-  KdaBackend backends[2] = {{config_of(Kind::kDecode), device_},
-                            {config_of(Kind::kVerify), device_}};
-  KdaBackend other(config_of(Kind::kVerify), device_);
-  EngineStep steps[2] = {{backends[0], Kind::kDecode, 5}, {backends[1], Kind::kVerify, 6}};
-  EngineStep alone[2] = {{other, Kind::kDecode, 5}, {other, Kind::kVerify, 6}};
-  const OwnedStream streams[2] = {OwnedStream(device_), OwnedStream(device_)};
-  const auto capture = [&](int i) {
-    return Graph::capture(device_, streams[i], [&steps, i](Stream on) { steps[i].run(on); });
-  };
-  const Graph graphs[2] = {capture(0), capture(1)};
-  test::Rng rng(5);
-  for (int round = 0; round < 10; ++round) {
-    for (int i = 0; i < 2; ++i) {
-      const std::vector<int32_t> lengths = lengths_of(2 * round + i, rng);
-      steps[i].set(lengths, round);
-      alone[i].set(lengths, round);
-    }
-    for (int i = 0; i < 2; ++i) {
-      if (round % 2 == 0) graphs[i].launch(streams[i]);
-      if (round % 2 == 1) steps[i].run(streams[i]);
-    }
-    for (int i = 0; i < 2; ++i) {
-      streams[i].synchronize();
-      alone[i].run({});
-      synchronize(device_);
-      ASSERT_TRUE(steps[i].results(device_) == alone[i].results(device_))
-          << "round " << round << ", step " << i;
-    }
-  }
+  test::expect_steps_on_two_streams<KdaModel>(Kind::kDecode, Kind::kVerify, device_);
 }
 
-// A kernel that does not end is in front of everything; plans of steps and whole steps must come
-// back all the same.
 TEST_P(KdaStepGraph, NothingWaitsForTheDevice) {
-  if (device_.kind == DeviceKind::kCuda && test::launches_block()) {
-    EXPECT_TRUE(test::passes_without_blocking());
-    return;
-  }
   for (const Kind kind : {Kind::kDecode, Kind::kDecodeInPlace}) {
-    KdaBackend backend(config_of(kind), device_), other(config_of(kind), device_);
-    EngineStep step(backend, kind, 8), alone(other, kind, 8);
-    for (EngineStep* const each : {&step, &alone}) each->set({40, 3, 0, 50}, 1);
-    // A kernel is loaded at its first launch, which may wait for those that run.
-    const StepBucket verify{ForwardMode::kTargetVerify, kRequests, 3};
-    other.make_step_plan(verify);
-    alone.run({});
-    synchronize(device_);
-    const OwnedStream stream(device_);
-    std::vector<OperatorCall> calls;
-    backend.set_profile(&calls);
-    {
-      test::Spinner spinner(device_, stream);
-      step.run(stream);
-      const KdaStepPlan more = backend.make_step_plan(verify);
-      EXPECT_EQ(more.bucket().mode, ForwardMode::kTargetVerify);
-      EXPECT_FALSE(spinner.has_ended()) << "something waited until the time was up";
-      EXPECT_EQ(calls.empty(), device_.kind == DeviceKind::kCuda);
-    }
-    stream.synchronize();
-    EXPECT_TRUE(step.results(device_) == alone.results(device_));
-    backend.set_profile(nullptr);
     // A refresh; convolve, verify, commit or convolve, decode; pack, attend, clear.
-    ASSERT_EQ(calls.size(), 1u + (kind == Kind::kDecode ? 3u : 2u) * kKdaLayers + 3u);
-    for (const OperatorCall& call : calls) EXPECT_GE(call.elapsed_ms, 0) << call.name;
+    const size_t calls = 1u + (kind == Kind::kDecode ? 3u : 2u) * kKdaLayers + 3u;
+    test::expect_no_wait<KdaModel>(kind, {40, 3, 0, 50}, calls, device_);
   }
-}
-
-// Every launch of a step fails once, operators and kernels: the step that is run again is right.
-template <class Fault>
-void expect_repeatable(Kind kind, const Device& device) {
-  KdaBackendConfig config = config_of(kind);
-  config.strict = true;
-  KdaBackend backend(config, device), other(config, device);
-  EngineStep step(backend, kind, 9), alone(other, kind, 9);
-  for (EngineStep* const each : {&step, &alone}) each->set({40, 3, 7, 50}, 1);
-  const std::vector<uint8_t> before = alone.pools();
-  alone.run({});
-  synchronize(device);
-  int failures = 0;
-  for (int64_t nth = 1;; ++nth) {
-    const Fault fault(nth);
-    try {
-      step.run({});
-      synchronize(device);
-      break;
-    } catch (const Error& error) {
-      synchronize(device);
-      ++failures;
-      EXPECT_TRUE(fault.fired());
-      EXPECT_EQ(error.code(), ErrorCode::kDevice);
-      EXPECT_THAT(error.what(), HasSubstr("failed"));
-      if (nth == 1) {
-        EXPECT_TRUE(step.pools() == before) << error.what();
-      }
-    }
-  }
-  EXPECT_GE(failures, kind == Kind::kDraftExtend ? 5 : 9);
-  EXPECT_TRUE(step.results(device) == alone.results(device)) << static_cast<int>(kind);
 }
 
 TEST_P(KdaStepGraph, AFailedLaunchLeavesTheNextStepAlone) {
   for (const Kind kind : kKinds) {
     if (kind == Kind::kDecodeInPlace) continue;  // its layers advance one by one
-    expect_repeatable<internal::LaunchFault>(kind, device_);
-    if (device_.kind == DeviceKind::kCuda) expect_repeatable<internal::KernelFault>(kind, device_);
+    test::expect_repeatable_steps<KdaModel>(kind, {40, 3, 7, 50},
+                                            kind == Kind::kDraftExtend ? 5 : 9, device_);
   }
 }
 
-class KdaMemory : public test::DeviceSuite {
- protected:
-  void TearDown() override { set_memory_resource(device_, nullptr); }
-
-  std::shared_ptr<test::LimitedMemory> limit(size_t bytes) {
-    const auto memory = std::make_shared<test::LimitedMemory>(device_, bytes);
-    set_memory_resource(device_, memory);
-    return memory;
-  }
-
-  // Tries `make` with 16 limits below what it needs.
-  template <class Make>
-  void expect_refusals(test::LimitedMemory* memory, size_t needed, const Make& make) {
-    ASSERT_GT(needed, 0u);
-    for (size_t bytes = 0; bytes < needed; bytes += needed / 16 + 1) {
-      memory->left = bytes;
-      try {
-        make();
-        ADD_FAILURE() << bytes << " of " << needed;
-      } catch (const Error& error) {
-        EXPECT_EQ(error.code(), ErrorCode::kOutOfMemory) << error.what();
-        EXPECT_THAT(error.what(), HasSubstr("kda_backend: "));
-        EXPECT_THAT(error.what(), HasSubstr("bytes asked"));
-        if (device_.kind == DeviceKind::kCuda) {
-          EXPECT_THAT(error.what(), HasSubstr("free"));
-        }
-      }
-      EXPECT_EQ(memory->left, bytes);
-    }
-    memory->left = needed;
-    make();
-    EXPECT_EQ(memory->left, needed);
-  }
-};
+class KdaMemory : public test::LimitedDeviceSuite {};
 INSTANTIATE_TEST_SUITE_P(Devices, KdaMemory, testing::ValuesIn(test::kDevices),
                          test::device_test_name);
 
 TEST_P(KdaMemory, ABackendOrStepPlanThatDoesNotFitSaysSoAndLeaksNothing) {
-  constexpr size_t kPlenty = size_t{1} << 30;
-  const auto memory = limit(kPlenty);
-  const auto make_backend = [&] { const KdaBackend made(config_of(Kind::kVerify), device_); };
-  {
-    std::optional<KdaBackend> backend(std::in_place, config_of(Kind::kVerify), device_);
-    const size_t before = memory->left, needed = kPlenty - before;
-    const auto make_plan = [&] {
-      const KdaStepPlan plan = backend->make_step_plan({ForwardMode::kTargetVerify, 4, 3});
-    };
-    size_t plan_bytes = 0;
-    {
-      const KdaStepPlan plan = backend->make_step_plan({ForwardMode::kTargetVerify, 4, 3});
-      plan_bytes = before - memory->left;
-    }
-    EXPECT_EQ(memory->left, before);
-    expect_refusals(memory.get(), plan_bytes, make_plan);
-    memory->left = before;
-    backend.reset();
-    EXPECT_EQ(memory->left, kPlenty);
-    expect_refusals(memory.get(), needed, make_backend);
-  }
+  expect_out_of_memory<KdaModel>("kda_backend", Kind::kVerify);
 }
 
 }  // namespace
