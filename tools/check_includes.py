@@ -22,7 +22,7 @@ FLOOR = {
 # The room that owns each public header; a header that is not listed belongs to core.
 HEADER_ROOM = {
     "row_codec.h": "cache", "move_rows.h": "cache", "page_allocator.h": "cache", "request_table.h": "cache", "kv_pool.h": "cache",
-    "state_pool.h": "cache",
+    "state_pool.h": "cache", "window_pages.h": "cache",
     "metadata.h": "batch", "metadata_check.h": "batch", "context_split.h": "batch",
     "compat_metadata.h": "batch",
     "safetensors.h": "io", "json.h": "io", "ceilings_file.h": "io",
@@ -36,7 +36,7 @@ HEADER_ROOM = {
     "build_page_table.h": "msa", "msa_block_scores.h": "msa", "msa_select_blocks.h": "msa", "msa_score_select.h": "msa",
     "msa_attend.h": "msa",
     "dsa_backend.h": "serving", "kda_backend.h": "serving", "kda_compat.h": "serving",
-    "msa_backend.h": "serving",
+    "msa_backend.h": "serving", "v4_backend.h": "serving",
     "call_operator.h": "binding",
     "trace.h": "replay", "replay.h": "replay",
     "fovea.h": "cli",  # the umbrella: for users, never included inside

@@ -58,5 +58,7 @@
 #include "fovea/swa_indices.h"
 #include "fovea/tensor.h"
 #include "fovea/topk_select.h"
+#include "fovea/v4_backend.h"
 #include "fovea/v4_compress.h"
 #include "fovea/version.h"
+#include "fovea/window_pages.h"

@@ -2,6 +2,7 @@
 
 #include "src/serving/selection_map.h"
 #include "src/serving/step_rows.h"
+#include "src/serving/v4_rows.h"
 #include "src/serving/window_copy.h"
 
 // The kernels of the room in a build without CUDA: no backend has a device that asks for them.
@@ -26,6 +27,21 @@ void clear_padding_cuda_portable(const PaddingRows&, const Device&, Stream) {
 }
 void copy_windows_cuda_portable(const WindowCopy&, bool, const Device&, Stream) {
   without_cuda("copy_windows");
+}
+void fill_row_facts_cuda_portable(const V4RowFacts&, const Device&, Stream) {
+  without_cuda("v4_row_facts");
+}
+void copy_states_cuda_portable(const StateCopy&, const Device&, Stream) {
+  without_cuda("v4_copy_states");
+}
+void snapshot_states_cuda_portable(const StateSnapshots&, const Device&, Stream) {
+  without_cuda("v4_snapshot_states");
+}
+void keep_accepted_cuda_portable(const AcceptedRows&, const Device&, Stream) {
+  without_cuda("v4_keep_accepted");
+}
+void own_slots_cuda_portable(const ConstTensorView&, const TensorView&, const Device&, Stream) {
+  without_cuda("v4_own_slots");
 }
 
 }  // namespace fovea::internal
