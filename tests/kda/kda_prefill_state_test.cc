@@ -208,6 +208,39 @@ TEST_P(KdaPrefillStateTest, SnapshotsAreTheStatesOfShorterCalls) {
   }
 }
 
+// More of them than a warp has lanes, in an order of their own.
+TEST_P(KdaPrefillStateTest, TheOrderOfManySnapshotsDoesNotMatter) {
+  const std::vector<int32_t> lengths{320, 170, 240};
+  for (const KdaLayer& shape : kLayers) {
+    SCOPED_TRACE(testing::Message() << "K " << shape.head_dim_k);
+    std::vector<int32_t> sequence, position, slot;
+    for (int32_t n = 0; n < 3; ++n) {
+      for (int32_t p = 16; p <= lengths[static_cast<size_t>(n)]; p += 16) {
+        sequence.push_back(n);
+        position.push_back(p);
+        slot.push_back(static_cast<int32_t>(slot.size()) + 3);
+      }
+    }
+    const size_t count = slot.size();
+    ASSERT_EQ(count, 45u);
+    PrefillCase ordered(shape, lengths, 12);
+    ordered.problem.chunk = 16;
+    ordered.with_pool(static_cast<int64_t>(count) + 3, {0, 1, 2}, {0, 1, 2});
+    PrefillCase mixed = ordered;
+    ordered.with_snapshots(sequence, position, slot);
+    expect_reference(ordered);
+    run(ordered);
+    const auto shuffled = [&](const std::vector<int32_t>& list) {
+      std::vector<int32_t> result;
+      for (size_t i = 0; i < count; ++i) result.push_back(list[(i * 17 + 5) % count]);
+      return result;
+    };
+    mixed.with_snapshots(shuffled(sequence), shuffled(position), shuffled(slot));
+    run(mixed);
+    EXPECT_EQ(mixed.state.bytes(), ordered.state.bytes());
+  }
+}
+
 TEST_P(KdaPrefillStateTest, IllegalSnapshotsWriteNothing) {
   for (const KdaLayer& shape : kLayers) {
     SCOPED_TRACE(testing::Message() << "K " << shape.head_dim_k);

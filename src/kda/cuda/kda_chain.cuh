@@ -416,7 +416,7 @@ struct Target {
   int64_t entry;
 };
 
-// Place -2 is chunk_states, -1 the final state, m >= 0 snapshot m.
+// Place -2 is chunk_states, -1 the final state, m >= 0 snapshot m, which lies at `position`.
 __device__ inline Target target_at(const ChainParams& params, int64_t n, int64_t length,
                                    int64_t position, int64_t m) {
   const PrefillTargets& targets = params.targets;
@@ -430,8 +430,7 @@ __device__ inline Target target_at(const ChainParams& params, int64_t n, int64_t
   if (m == -1) {
     return {targets.written(), position == length ? targets.final_entry(n, length) : -1};
   }
-  const bool due = targets.snapshots.sequence[m] == n && targets.snapshots.position[m] == position;
-  return {targets.written(), due ? targets.snapshot_entry(m, length) : -1};
+  return {targets.written(), targets.snapshot_entry(m, length)};
 }
 
 template <int kK, int kV>
@@ -478,17 +477,20 @@ __global__ void __launch_bounds__(kV / 16 * kWarpThreads + kK, 1)
   const PrefillTargets& targets = params.targets;
   WarpState<kK> state;
   load_state<kK>(targets.states, targets.routes.start(n), hv, v, state);
-  const int64_t listed = params.table.snapshots[n] > 0 ? targets.snapshots.count : 0;
+  SnapshotCursor snapshots(targets.snapshots, n, params.table.snapshots[n] > 0);
   const bool keeps_chunks = targets.chunk_states.data != nullptr;
   for (int64_t tile = 0;; ++tile) {
     const bool last = tile == tiles;
     const int64_t position = last ? length : tile * kTileRows;
+    const bool due = snapshots.is_due(position);
     // Whatever this state goes to, in one loop: its stores are too much code for three places.
-    if (last || listed > 0 || keeps_chunks) {
-      for (int64_t m = -2; m < listed; ++m) {
+    if (last || due || keeps_chunks) {
+      for (int64_t m = -2; m < snapshots.end();
+           m = m < -1 ? m + 1 : snapshots.find(m + 1, position)) {
         const auto [access, entry] = target_at(params, n, length, position, m);
         if (entry >= 0) store_state<kK>(state, access, entry, hv, v);
       }
+      if (due) snapshots.advance(position);
     }
     if (last) break;
     const int stage = static_cast<int>(tile % 2);

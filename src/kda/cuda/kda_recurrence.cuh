@@ -58,14 +58,16 @@ static __global__ void __launch_bounds__(kRecurrenceWarps* kWarpThreads)
     for_state(
         [&](int r, int i, int v, int c) { state[r][i] = targets.states.load(start, hv, v, c); });
   }
-  const int64_t listed = chain.table.snapshots[n] > 0 ? targets.snapshots.count : 0;
+  SnapshotCursor snapshots(targets.snapshots, n, chain.table.snapshots[n] > 0);
 #pragma unroll 1
   for (int64_t position = 0;; ++position) {
-    for (int64_t m = -2; m < listed; ++m) {
+    for (int64_t m = -2; m < snapshots.end();
+         m = m < -1 ? m + 1 : snapshots.find(m + 1, position)) {
       const auto [access, entry] = target_at(chain, n, length, position, m);
       if (entry < 0) continue;
       for_state([&](int r, int i, int v, int c) { access.store(entry, hv, v, c, state[r][i]); });
     }
+    if (snapshots.is_due(position)) snapshots.advance(position);
     if (position == length) break;
     const int64_t t = begin + position;
     float k[kMaxLaneChannels], q[kMaxLaneChannels];

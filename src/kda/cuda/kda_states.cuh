@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "src/kda/cuda/kda_sequences.cuh"
 
@@ -89,6 +90,48 @@ struct PrefillTargets {
     const int64_t slot = snapshot_slot(m, length);
     return slot >= 0 && staged.data != nullptr ? num_sequences + m : slot;
   }
+};
+
+/// Finds the snapshots of sequence n as a chain over its rows passes them. A call may list
+/// hundreds, most of other sequences or later rows: a position where none is due costs one
+/// comparison. Whole warps call it.
+class SnapshotCursor {
+ public:
+  __device__ SnapshotCursor(const SnapshotList& snapshots, int64_t n, bool any)
+      : snapshots_(snapshots), n_(n) {
+    if (any) advance(-1);
+  }
+
+  __device__ int64_t end() const { return snapshots_.count; }
+  __device__ bool is_due(int64_t position) const { return next_ <= position; }
+  /// The first snapshot of `position` from entry m on; end() when there is none.
+  __device__ int64_t find(int64_t m, int64_t position) const {
+    if (!is_due(position)) return end();
+    for (int64_t base = m; base < end(); base += kWarpThreads) {
+      const int64_t own = base + threadIdx.x % kWarpThreads;
+      const unsigned found =
+          __ballot_sync(0xFFFFFFFF, own < end() && snapshots_.sequence[own] == n_ &&
+                                        snapshots_.position[own] == position);
+      if (found != 0) return base + __ffs(static_cast<int>(found)) - 1;
+    }
+    return end();
+  }
+  /// Goes on behind `position`.
+  __device__ void advance(int64_t position) {
+    int32_t least = kNone;
+    for (int64_t m = threadIdx.x % kWarpThreads; m < end(); m += kWarpThreads) {
+      const int32_t p = snapshots_.position[m];
+      if (snapshots_.sequence[m] == n_ && p > position) least = min(least, p);
+    }
+    next_ = __reduce_min_sync(0xFFFFFFFF, least);
+  }
+
+ private:
+  static constexpr int32_t kNone = std::numeric_limits<int32_t>::max();
+
+  const SnapshotList& snapshots_;
+  int64_t n_;
+  int32_t next_ = kNone;
 };
 
 struct CommitParams {
