@@ -25,7 +25,7 @@ internal::Refusal refuse_logit_cap(const SparseMlaProblem& problem) {
 
 constexpr internal::Implementation<SparseMlaProblem, SparseMlaTensors> kImplementations[] = {
     {"cuda_portable", DeviceKind::kCuda, internal::cuda_available,
-     internal::sparse_mla_device_supports, internal::sparse_mla_cuda_workspace, nullptr,
+     internal::sparse_mla_cuda_supports, internal::sparse_mla_cuda_workspace, nullptr,
      internal::sparse_mla_cuda_portable},
     {"cpu_avx512bf16", DeviceKind::kCpu, internal::sparse_mla_cpu_avx512bf16_available,
      refuse_logit_cap, internal::sparse_mla_cpu_avx512bf16_workspace,
@@ -263,17 +263,6 @@ void check_tensors(const SparseMlaProblem& problem, const SparseMlaTensors& tens
 }  // namespace
 
 namespace internal {
-
-// Rows whose scales lie apart, page tables and the inverse rotation are not in the kernel yet.
-Refusal sparse_mla_device_supports(const SparseMlaProblem& problem) {
-  for (const RowFormat format : {problem.row_format, *problem.extra_row_format}) {
-    if (format == RowFormat::kV4 || format == RowFormat::kR512)
-      return "has no rows of " + std::string(to_string(format));
-  }
-  if (problem.extra_max_pages > 0) return "has no page table as second segment";
-  if (problem.inverse_rope_dim > 0) return "has no inverse rotation";
-  return sparse_mla_cuda_supports(problem);
-}
 
 namespace {
 

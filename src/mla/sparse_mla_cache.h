@@ -24,18 +24,25 @@ inline double logit_scale(const SparseMlaProblem& problem) {
   return static_cast<double>(problem.softmax_scale) * problem.q_scale * problem.k_scale;
 }
 
-/// A row of a cache, and the scales that lie apart from it: the 7 bytes of v4, or the bits of the
-/// fp32 scale of r512; 0 for other formats. Null: no row.
+/// Where a row of a cache lies, and the scales that lie apart from it: the 7 bytes of v4, or the
+/// element of r512; null for other formats. A null row: none.
+struct LatentAddress {
+  const uint8_t* row = nullptr;
+  const uint8_t* scales = nullptr;
+};
+
+/// The row with its scales: the 7 bytes of v4, or the bits of the fp32 scale of r512; 0 for other
+/// formats. Null: no row.
 struct LatentKey {
   const uint8_t* row = nullptr;
   uint64_t scales = 0;
 };
 
 /// Scale of tile `tile` of a v4 row, and the scale of an r512 row.
-inline float v4_scale(uint64_t scales, int64_t tile) {
+FOVEA_HOST_DEVICE inline float v4_scale(uint64_t scales, int64_t tile) {
   return ue8m0_to_float(static_cast<uint8_t>(scales >> (8 * tile)));
 }
-inline float r512_scale(uint64_t scales) {
+FOVEA_HOST_DEVICE inline float r512_scale(uint64_t scales) {
   return std::bit_cast<float>(static_cast<uint32_t>(scales));
 }
 
@@ -56,46 +63,64 @@ struct SparseMlaSegment {
   int64_t max_length = 0;                     // of a page table
 
   /// Slots of query row t: those that are read as indices, or the keys of its request.
-  int64_t length(int64_t t) const {
+  FOVEA_HOST_DEVICE int64_t length(int64_t t) const {
     int64_t width = indices ? indices.shape[1] : 0;
     if (page_table) width = request_is_valid(t) ? max_length : 0;
-    return topk_length ? std::clamp<int64_t>(topk_length(t), 0, width) : width;
+    if (!topk_length) return width;
+    const int64_t len = topk_length(t);
+    return len < 0 ? 0 : len > width ? width : len;
   }
 
-  /// Slot `slot` < length(t) of query row t; null when what it names is outside the cache.
+  /// What slot `slot` < length(t) of query row t names: an index, or a page of the table.
+  FOVEA_HOST_DEVICE int32_t place(int64_t t, int64_t slot) const {
+    return page_table ? page_table(row_to_request(t), quotient(slot)) : indices(t, slot);
+  }
+  /// Where the key of such a slot lies; no row when its place is outside the cache.
+  FOVEA_HOST_DEVICE LatentAddress address(int64_t slot, int32_t place) const {
+    if (page_table) return at(place, slot - quotient(slot) * page_size);
+    if (place < 0) return {};
+    const int64_t page = quotient(place);
+    return at(page, place - page * page_size);
+  }
+
+  /// The key of slot `slot` < length(t) of query row t; no row when it is outside the cache.
   LatentKey key(int64_t t, int64_t slot) const {
-    if (page_table) {
-      const int64_t column = slot / page_size;
-      return at(page_table(row_to_request(t), column), slot - column * page_size);
+    const LatentAddress from = address(slot, place(t, slot));
+    LatentKey key{from.row, 0};
+    if (from.scales == nullptr) return key;
+    if (format == RowFormat::kV4) {
+      // The byte after the scales is never read.
+      std::memcpy(&key.scales, from.scales, static_cast<size_t>(kV4NumTiles));
+    } else {
+      const RowScales<const uint8_t> scale{from.scales, 0, inv_scale.is_bf16};
+      key.scales = std::bit_cast<uint32_t>(scale.get(0));
     }
-    const int32_t index = indices(t, slot);
-    if (index < 0) return {};
-    // Both fit 32 bits, whose division is several times faster than that of 64.
-    const uint32_t page = static_cast<uint32_t>(index) / static_cast<uint32_t>(page_size);
-    return at(page, index - page * page_size);
+    return key;
   }
 
  private:
-  bool request_is_valid(int64_t t) const {
+  FOVEA_HOST_DEVICE bool request_is_valid(int64_t t) const {
     const int64_t request = row_to_request(t);
     return request >= 0 && request < page_table.shape[0];
   }
 
-  LatentKey at(int64_t page, int64_t offset) const {
+  // By the tokens of a page. Both fit 32 bits, whose division is several times faster than that of
+  // 64.
+  FOVEA_HOST_DEVICE int64_t quotient(int64_t slot) const {
+    return static_cast<uint32_t>(slot) / static_cast<uint32_t>(page_size);
+  }
+
+  FOVEA_HOST_DEVICE LatentAddress at(int64_t page, int64_t offset) const {
     if (page < 0 || page >= num_pages) return {};
     const uint8_t* const start = base + page * page_stride_bytes;
-    LatentKey key{start + offset * row_bytes, 0};
+    LatentAddress to{start + offset * row_bytes, nullptr};
     if (format == RowFormat::kV4) {
-      // The byte after the scales is never read.
-      std::memcpy(&key.scales, start + page_size * kV4DataBytes + offset * kV4ScaleBytes,
-                  static_cast<size_t>(kV4NumTiles));
+      to.scales = start + page_size * kV4DataBytes + offset * kV4ScaleBytes;
     } else if (format == RowFormat::kR512) {
       // A table may name pages whose slots 32 bits do not hold.
-      RowScales<const uint8_t> of_page = inv_scale;
-      of_page.data += page * page_size * of_page.stride_bytes;
-      key.scales = std::bit_cast<uint32_t>(of_page.get(static_cast<int32_t>(offset)));
+      to.scales = inv_scale.data + (page * page_size + offset) * inv_scale.stride_bytes;
     }
-    return key;
+    return to;
   }
 };
 
@@ -109,13 +134,16 @@ struct InverseRotations {
   Accessor<const float, 2> table;  // absent: none
   Accessor<const int32_t, 1> positions;
 
+  InverseRotations() = default;
   explicit InverseRotations(const SparseMlaTensors& tensors)
       : table(access<const float, 2>(tensors.inverse_rope)),
         positions(access<const int32_t, 1>(tensors.positions)) {}
 
   /// The cosines and sines of query row t; null without a table.
-  const float* row(int64_t t) const {
-    return table ? table.row(std::clamp<int64_t>(positions(t), 0, table.shape[0] - 1)) : nullptr;
+  FOVEA_HOST_DEVICE const float* row(int64_t t) const {
+    if (!table) return nullptr;
+    const int64_t position = positions(t), last = table.shape[0] - 1;
+    return table.row(position < 0 ? 0 : position > last ? last : position);
   }
 };
 

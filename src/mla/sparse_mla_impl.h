@@ -20,8 +20,6 @@ Refusal sparse_mla_cpu_avx512bf16_available();
 size_t sparse_mla_cpu_avx512bf16_workspace(const SparseMlaProblem& problem, const Device& device);
 void sparse_mla_cpu_avx512bf16(const SparseMlaProblem& problem, const Device& device,
                                const SparseMlaTensors& tensors, Workspace workspace);
-/// What cuda_portable takes.
-Refusal sparse_mla_device_supports(const SparseMlaProblem& problem);
 Refusal sparse_mla_cuda_supports(const SparseMlaProblem& problem);
 size_t sparse_mla_cuda_workspace(const SparseMlaProblem& problem, const Device& device);
 void sparse_mla_cuda_portable(const SparseMlaProblem& problem, const Device& device,

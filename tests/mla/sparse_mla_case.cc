@@ -247,15 +247,14 @@ double SparseMlaCase::query(int64_t t, int64_t h, int64_t d) const {
 
 void SparseMlaCase::build_cache(Cache& cache, const CacheSpec& spec, Rng& rng) {
   cache.spec = spec;
-  // Byte 0xFF everywhere: NaN as bf16, as e4m3 and as fp32 scale. Page strides of a packed pool are
-  // odd, so its rows lie at any address.
+  // Byte 0xFF everywhere: NaN as bf16, as e4m3 and as fp32 scale.
   cache.pool =
       spec.page_size == 0
           ? StridedTensor(DType::kBf16, {spec.num_keys, spec_.head_dim_qk}, {0, 128}, 0xFF)
           : StridedTensor(DType::kU8,
                           {spec.num_keys / spec.page_size,
                            latent_page_bytes(spec.format, spec_.head_dim_qk, spec.page_size)},
-                          {0, 19}, 0xFF);
+                          {0, spec.page_pad}, 0xFF);
   if (spec.format == RowFormat::kR512) {
     cache.inv_scale = StridedTensor(spec.bf16_scale ? DType::kBf16 : DType::kF32,
                                     {spec.num_keys, 1}, {0, 2}, 0xFF);

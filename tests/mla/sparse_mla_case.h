@@ -70,6 +70,7 @@ struct CacheSpec {
   /// > 0, of an extra cache: pages of 3 requests in a table of that width, topk the bound of the
   /// lengths, which are always there.
   int64_t max_pages = 0;
+  int64_t page_pad = 19;  // bytes between the pages of a packed pool; odd: rows at any address
 };
 
 struct CaseSpec {

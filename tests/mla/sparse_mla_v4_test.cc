@@ -29,10 +29,6 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 
 class SparseMlaV4Test : public test::TargetTest {
  protected:
-  void SetUp() override {
-    TargetTest::SetUp();
-    if (GetParam().kind == DeviceKind::kCuda) GTEST_SKIP() << "cuda_portable has no such rows";
-  }
   Options options() const { return GetParam().options(); }
   Outputs run(SparseMlaCase& test_case, int threads = 1) {
     return test_case.run(options(), threads);
@@ -78,6 +74,35 @@ TEST_P(SparseMlaV4Test, FollowsTheFormulaForEveryPageSize) {
                       .heads = 5,
                       .primary = pages_of(format, (200 + page_size - 1) / page_size, page_size, 70,
                                           false, page_size % 2 == 1)});
+    }
+  }
+}
+
+// Rows at multiples of 16 bytes, which a GPU stages, and pages of an odd number of v4 rows without
+// a gap, at multiples of 8. Several blocks in one part, and holes in each.
+TEST_P(SparseMlaV4Test, FollowsTheFormulaForAlignedRows) {
+  uint64_t seed = 300;
+  for (const RowFormat format : kRows) {
+    for (const int64_t heads : {5, 20, 33}) {
+      CacheSpec primary = pages_of(format, 8, 16, 200, true, heads == 20);
+      CacheSpec extra = pages_of(format, 40, heads == 33 ? 3 : 2, 140, true, heads == 33);
+      primary.page_pad = 32;
+      extra.page_pad = 0;
+      expect_formula({.rows = 3,
+                      .heads = heads,
+                      .primary = primary,
+                      .extra = extra,
+                      .sink = true,
+                      .fixed_splits = 1,
+                      .rope_dim = 64,
+                      .seed = ++seed});
+      const CacheSpec rows{RowFormat::kBf16, 0, 90, 150, true};
+      expect_formula({.rows = 3,
+                      .heads = heads,
+                      .primary = heads == 20 ? primary : rows,
+                      .extra = heads == 20 ? rows : primary,
+                      .fixed_splits = 1,
+                      .seed = ++seed});
     }
   }
 }
@@ -154,6 +179,25 @@ TEST_P(SparseMlaV4Test, KeysOfAPageTableFollowTheFormula) {
       {.rows = 9, .heads = 5, .primary = pages_of(RowFormat::kV4, 2, 64, 20), .extra = flat});
 }
 
+TEST_P(SparseMlaV4Test, KeysOfAPageTableMayHave576Channels) {
+  uint64_t seed = 40;
+  for (const RowFormat format : {RowFormat::kV32, RowFormat::kF576, RowFormat::kBf16}) {
+    for (const int64_t page_pad : {0, 19}) {
+      CacheSpec primary = pages_of(format, 5, 16, 150), extra = pages_of(format, 9, 16, 150);
+      primary.page_pad = extra.page_pad = page_pad;
+      extra.lengths = false;
+      extra.max_pages = 10;
+      SparseMlaCase test_case({.rows = 5,
+                               .heads = 20,
+                               .primary = primary,
+                               .extra = extra,
+                               .fixed_splits = 1,
+                               .seed = ++seed});
+      EXPECT_TRUE(test_case.matches(run(test_case))) << to_string(format) << ", " << page_pad;
+    }
+  }
+}
+
 TEST_P(SparseMlaV4Test, PageTableAndListOfTheSameKeysGiveTheSameBits) {
   // Entries 0 .. n - 1 in order: what a dense layer attends to, and a selection of everything.
   CacheSpec dense = pages_of(RowFormat::kV4, 12, 2, 24),
@@ -182,6 +226,13 @@ TEST_P(SparseMlaV4Test, InverseRotationTurnsTheLastChannels) {
                       .primary = pages_of(RowFormat::kV4, 3, 64, 128),
                       .extra = pages_of(RowFormat::kV4, 40, 2, 65),
                       .sink = true,
+                      .rope_dim = rope_dim,
+                      .seed = ++seed});
+      expect_formula({.rows = 2,
+                      .heads = heads,
+                      .primary = {RowFormat::kBf16, 0, 90, 150, true},
+                      .sink = true,
+                      .fixed_splits = heads == 9 ? 2 : 1,
                       .rope_dim = rope_dim,
                       .seed = ++seed});
     }

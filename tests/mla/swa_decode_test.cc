@@ -151,10 +151,6 @@ struct Rig {
 
 class SwaDecodeTest : public test::TargetTest {
  protected:
-  void SetUp() override {
-    TargetTest::SetUp();
-    if (GetParam().kind == DeviceKind::kCuda) GTEST_SKIP() << "cuda_portable has no such rows";
-  }
   Options options() const { return GetParam().options(); }
 
   void expect_definition(Rig& rig) {

@@ -76,9 +76,11 @@ struct DeviceParts {
 };
 
 struct RowKeys {
+  static constexpr bool kHasScales = false;
   const Params& params;
   Row row_;
   int64_t kv_head;
+  NoScales scales = {};
 
   __device__ const RowLayout& layout(int64_t) const { return params.layout; }
   __device__ int32_t place(int64_t block, int key) const {
@@ -111,7 +113,8 @@ __global__ void __launch_bounds__(kThreads, kHeads == 16 ? 2 : 1)
   Values<kHeads> values = {};
   attend_blocks(RowKeys{params, row, kv_head}, params.ring, parts.first_block(part),
                 parts.first_block(part + 1), params.scores, shared, values);
-  store_part(params.outputs, t, first_head, end_head, part, parts.num_parts <= 1, shared, values);
+  store_part(params.outputs, t, first_head, end_head, part, parts.num_parts <= 1, NoTurn{}, shared,
+             values);
 }
 
 __global__ void __launch_bounds__(kFoldThreads) fold(const __grid_constant__ Params params) {
@@ -120,7 +123,7 @@ __global__ void __launch_bounds__(kFoldThreads) fold(const __grid_constant__ Par
   const Row row = find_row(params, t);
   if (row.request < 0) return;
   const DeviceParts parts(params, row.num_keys);
-  if (parts.num_parts > 1) fold_head(params.outputs, t, head, parts.num_parts);
+  if (parts.num_parts > 1) fold_head(params.outputs, t, head, parts.num_parts, NoTurn{});
 }
 
 // What follows from problem and device: grid and memory.

@@ -57,8 +57,9 @@ using Values = cuda::MmaC[Team<kHeads>::kChannels / 8];
 struct RowLayout {
   int64_t row_bytes;
   RowFormat format;
-  bool aligned;  // every row starts at a multiple of 16 bytes
-  bool staged;   // its tiles go through the staging area
+  bool aligned;     // every row starts at a multiple of 16 bytes
+  bool staged;      // its tiles go through the staging area
+  bool bf16_scale;  // of r512; otherwise fp32
 
   __host__ bool is_plain() const { return format == RowFormat::kBf16 && aligned; }
 };
@@ -90,6 +91,56 @@ struct SharedMemory {
   __device__ float* logits(int head) { return reinterpret_cast<float*>(scores[head]); }
   __device__ bf16_t* weights(int head) { return reinterpret_cast<bf16_t*>(scores[head]); }
 };
+
+// The scales of a tile of v4 or r512 rows, in front of SharedMemory. Each of the first kKeys
+// threads finds those of one key.
+struct KeyScales {
+  const uint8_t* from[kKeys];  // of the tile whose rows were found last; null: none
+  uint64_t of_key[kKeys];      // as LatentKey has them; 0: none
+};
+
+// Without scales apart from the rows.
+struct NoScales {};
+
+// Shared memory of a block with keys of that kind.
+template <int kHeads>
+struct ScaledMemory {
+  KeyScales scales;
+  SharedMemory<kHeads, kValueDim> tiles;
+
+  // has_staging and has_ring count with rows of 576 channels.
+  static_assert(sizeof(KeyScales) % 16 == 0 &&
+                sizeof(KeyScales) + sizeof(tiles) <= sizeof(SharedMemory<kHeads, 576>));
+};
+
+// What a thread has asked for, not yet put together: nothing waits for it so far.
+struct AskedScales {
+  uint32_t low = 0, middle = 0, high = 0;
+};
+
+__device__ inline AskedScales ask_scales(const RowLayout& layout, const uint8_t* from) {
+  AskedScales asked;
+  if (from == nullptr) return asked;
+  if (layout.format == RowFormat::kR512) {
+    asked.low = layout.bf16_scale ? *reinterpret_cast<const uint16_t*>(from)
+                                  : *reinterpret_cast<const uint32_t*>(from);
+  } else if (layout.aligned) {  // v4: 7 bytes; the one after them is never read
+    asked.low = *reinterpret_cast<const uint32_t*>(from);
+    asked.middle = *reinterpret_cast<const uint16_t*>(from + 4);
+    asked.high = from[6];
+  } else {
+    for (int i = 0; i < 4; ++i) asked.low |= static_cast<uint32_t>(from[i]) << (8 * i);
+    asked.middle = from[4] | static_cast<uint32_t>(from[5]) << 8;
+    asked.high = from[6];
+  }
+  return asked;
+}
+
+__device__ inline uint64_t joined_scales(const RowLayout& layout, const AskedScales& asked) {
+  const bool is_bf16 = layout.format == RowFormat::kR512 && layout.bf16_scale;
+  const uint32_t low = is_bf16 ? asked.low << 16 : asked.low;
+  return low | static_cast<uint64_t>(asked.middle | asked.high << 16) << 32;
+}
 
 // Eight bf16 of a row at channels 8 i .. 8 i + 7.
 template <bool kAligned>
@@ -142,6 +193,31 @@ __device__ __forceinline__ void load_key(RowFormat format, const uint8_t* row, b
   }
   places[lane] = decode8(low, low_scale);
   places[32 + lane] = decode8(high, high_scale);
+}
+
+// The same for rows whose scales lie apart. Of v4 the codes of the last lanes' second part are the
+// rope values.
+template <bool kAligned>
+__device__ __forceinline__ void load_key(RowFormat format, const uint8_t* row, uint64_t scales,
+                                         bf16_t* to) {
+  const int lane = threadIdx.x % 32;
+  auto* const places = reinterpret_cast<uint4*>(to);
+  const uint2 low = load_codes<kAligned>(row + 8 * lane);
+  if (format == RowFormat::kR512) {
+    const uint2 high = load_codes<kAligned>(row + 256 + 8 * lane);
+    places[lane] = decode8(low, r512_scale(scales));
+    places[32 + lane] = decode8(high, r512_scale(scales));
+    return;
+  }
+  constexpr int kLanes = (static_cast<int>(kV4LatentDim) - 256) / 8;  // whose second part is codes
+  constexpr int kTileLanes = static_cast<int>(kV4TileDim) / 8;
+  places[lane] = decode8(low, v4_scale(scales, lane / kTileLanes));
+  if (lane < kLanes) {
+    const uint2 high = load_codes<kAligned>(row + 256 + 8 * lane);
+    places[32 + lane] = decode8(high, v4_scale(scales, (32 + lane) / kTileLanes));
+  } else {
+    places[32 + lane] = load_bf16<kAligned>(row + kV4LatentDim, lane - kLanes);
+  }
 }
 
 __device__ inline void clear_key(int head_dim, bf16_t* to) {
@@ -203,11 +279,26 @@ __device__ __forceinline__ void fetch_rows(const uint8_t* const* rows, int first
 
 // Rows at any address; a call of its own, to keep the code of the usual paths together.
 template <int kHeads, int kHeadDim>
-__device__ __noinline__ void load_unaligned(RowFormat format, const uint8_t* const* rows,
+__device__ __noinline__ void load_unaligned(RowFormat format, const uint8_t* const* rows, NoScales,
                                             SharedMemory<kHeads, kHeadDim>& shared) {
 #pragma unroll 1
   for (int key = threadIdx.x / 32; key < kKeys; key += kWarps) {
     if (rows[key] != nullptr) load_key<kHeadDim, false>(format, rows[key], shared.k[key]);
+  }
+}
+
+template <int kHeads, int kHeadDim>
+__device__ __noinline__ void load_unaligned(RowFormat format, const uint8_t* const* rows,
+                                            const KeyScales& scales,
+                                            SharedMemory<kHeads, kHeadDim>& shared) {
+#pragma unroll 1
+  for (int key = threadIdx.x / 32; key < kKeys; key += kWarps) {
+    if (rows[key] == nullptr) continue;
+    if (format == RowFormat::kBf16) {
+      load_key<kHeadDim, false>(format, rows[key], shared.k[key]);
+    } else {
+      load_key<false>(format, rows[key], scales.of_key[key], shared.k[key]);
+    }
   }
 }
 
@@ -225,11 +316,45 @@ __device__ __forceinline__ void decode_staged(const uint8_t* staging,
   }
 }
 
-// Brings the keys of a tile into place. Of a staged tile the rows have arrived. One loop per
-// source: all of them unrolled together would not fit the instruction cache.
+template <RowFormat kFormat, int kHeads, int kHeadDim>
+__device__ __forceinline__ void decode_staged(const uint8_t* staging, const KeyScales& scales,
+                                              SharedMemory<kHeads, kHeadDim>& shared) {
+  const int warp = threadIdx.x / 32;
+#pragma unroll 4
+  for (int i = 0; i < kKeys; i += kWarps) {
+    load_key<true>(kFormat, staging + (warp + i) * kStagedRowBytes, scales.of_key[warp + i],
+                   shared.k[warp + i]);
+  }
+}
+
 template <int kHeads, int kHeadDim>
+__device__ __forceinline__ void decode_staged(RowFormat format, const uint8_t* staging, NoScales,
+                                              SharedMemory<kHeads, kHeadDim>& shared) {
+  if (format == RowFormat::kV32) {
+    decode_staged<RowFormat::kV32>(staging, shared);
+  } else {
+    decode_staged<RowFormat::kF576>(staging, shared);
+  }
+}
+
+template <int kHeads, int kHeadDim>
+__device__ __forceinline__ void decode_staged(RowFormat format, const uint8_t* staging,
+                                              const KeyScales& scales,
+                                              SharedMemory<kHeads, kHeadDim>& shared) {
+  if (format == RowFormat::kV4) {
+    decode_staged<RowFormat::kV4>(staging, scales, shared);
+  } else {
+    decode_staged<RowFormat::kR512>(staging, scales, shared);
+  }
+}
+
+// Brings the keys of a tile into place. Of a staged tile the rows have arrived. One loop per
+// source: all of them unrolled together would not fit the instruction cache. `scales`: NoScales or
+// KeyScales.
+template <int kHeads, int kHeadDim, class Scales>
 __device__ void load_keys(const RowLayout& layout, const uint8_t* const* rows,
-                          const uint8_t* staging, SharedMemory<kHeads, kHeadDim>& shared) {
+                          const uint8_t* staging, const Scales& scales,
+                          SharedMemory<kHeads, kHeadDim>& shared) {
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   if (layout.format == RowFormat::kBf16 && layout.aligned) {
@@ -244,13 +369,9 @@ __device__ void load_keys(const RowLayout& layout, const uint8_t* const* rows,
     }
     cuda::wait_for_copies();
   } else if (layout.staged) {
-    if (layout.format == RowFormat::kV32) {
-      decode_staged<RowFormat::kV32>(staging, shared);
-    } else {
-      decode_staged<RowFormat::kF576>(staging, shared);
-    }
+    decode_staged(layout.format, staging, scales, shared);
   } else {
-    load_unaligned<kHeads, kHeadDim>(layout.format, rows, shared);
+    load_unaligned<kHeads, kHeadDim>(layout.format, rows, scales, shared);
   }
 #pragma unroll 1
   for (int key = warp; key < kKeys; key += kWarps) {

@@ -278,8 +278,9 @@ __device__ void clear_state(SharedMemory<kHeads, kHeadDim>& shared) {
 
 // Attends to the blocks [begin_block, end_block) of 64 keys. `keys` knows the place(block, key) of
 // every key, which takes a read of a table, its row(block, key, place), null where it is absent,
-// and the layout(block) of each block's rows. With `ring` all rows are aligned bf16 and the ring
-// has its place behind `shared`. Begins and ends without a barrier.
+// and the layout(block) of each block's rows. Keys with kHasScales have `scales`, KeyScales whose
+// from[key] row() sets; with others it is NoScales. With `ring` all rows are aligned bf16 and the
+// ring has its place behind `shared`. Begins and ends without a barrier.
 template <int kHeads, int kHeadDim, class Keys>
 __device__ __forceinline__ void attend_blocks(const Keys& keys, bool ring, int64_t begin_block,
                                               int64_t end_block, const Scores& scores,
@@ -301,8 +302,21 @@ __device__ __forceinline__ void attend_blocks(const Keys& keys, bool ring, int64
     shared.rows[block % 3][key] = row;
     if (key % 32 == 0) shared.present[block % 3][key / 32] = present;
   };
+  // The thread's key of a block whose row it has found last; read by load_keys.
+  const auto ask = [&](int64_t block) {
+    if constexpr (Keys::kHasScales) {
+      if (finds(block)) return ask_scales(keys.layout(block), keys.scales.from[key]);
+    }
+    return AskedScales{};
+  };
+  const auto keep = [&](int64_t block, const AskedScales& asked) {
+    if constexpr (Keys::kHasScales) {
+      if (finds(block)) keys.scales.of_key[key] = joined_scales(keys.layout(block), asked);
+    }
+  };
   for (int64_t block = begin_block; block < begin_block + 2; ++block) {
     if (finds(block)) set_row(block, keys.place(block, key));
+    if (block == begin_block) keep(block, ask(block));
   }
   __syncthreads();
   int first = 0;  // row of the ring where the tile starts
@@ -319,7 +333,7 @@ __device__ __forceinline__ void attend_blocks(const Keys& keys, bool ring, int64
     cuda::wait_for_copies();
     __syncthreads();  // fetched rows are there; the last tile's keys and weights are used up
     if (!ring) {
-      load_keys(keys.layout(block), rows, staging, shared);
+      load_keys(keys.layout(block), rows, staging, keys.scales, shared);
       __syncthreads();
       stage(block + 1);
     } else if (fetches) {
@@ -327,7 +341,9 @@ __device__ __forceinline__ void attend_blocks(const Keys& keys, bool ring, int64
     }
     // Asked for before the products and looked at after them.
     const int32_t place = finds(block + 2) ? keys.place(block + 2, key) : -1;
+    const AskedScales asked = ask(block + 1);
     multiply_keys(team, first, shared);
+    keep(block + 1, asked);
     if (finds(block + 2)) set_row(block + 2, place);
     team.sync();
     softmax(team, scores, shared.present[block % 3], shared);
@@ -342,12 +358,33 @@ __device__ __forceinline__ void attend_blocks(const Keys& keys, bool ring, int64
   }
 }
 
+// The inverse rotation of a row: pairs of its last channels, turned back by an angle each.
+struct RowTurn {
+  static constexpr bool kTurns = true;
+  const float* rotation;  // cosines, then sines; null: none
+  int rope_dim;
+
+  // The channels `channel`, an even one, and the next, both multiplied with all factors.
+  __device__ float2 operator()(int channel, float x, float y) const {
+    const int first = kValueDim - rope_dim;
+    if (rotation == nullptr || channel < first) return make_float2(x, y);
+    const float cosine = rotation[(channel - first) / 2];
+    const float sine = rotation[(channel - first + rope_dim) / 2];
+    return make_float2(x * cosine + y * sine, y * cosine - x * sine);
+  }
+};
+
+struct NoTurn {
+  static constexpr bool kTurns = false;
+  __device__ float2 operator()(int, float x, float y) const { return make_float2(x, y); }
+};
+
 // The heads [first_head, end_head) of row t: results when the row has one part, otherwise what
 // `part` of it has, to the workspace.
-template <int kHeads, int kHeadDim>
+template <int kHeads, int kHeadDim, class Turn>
 __device__ void store_part(const Outputs& outputs, int64_t t, int64_t first_head, int64_t end_head,
-                           int64_t part, bool is_result, SharedMemory<kHeads, kHeadDim>& shared,
-                           const Values<kHeads>& values) {
+                           int64_t part, bool is_result, const Turn& turn,
+                           SharedMemory<kHeads, kHeadDim>& shared, const Values<kHeads>& values) {
   const Team<kHeads> team;
   const int lane = threadIdx.x % 32;
   __syncthreads();
@@ -379,7 +416,11 @@ __device__ void store_part(const Outputs& outputs, int64_t t, int64_t first_head
       const int channel = first_channel + 8 * n;
       if (is_result) {
         bf16_t* const to = outputs.out.row(t, head) + channel;
-        const uint32_t pair = zero ? 0 : cuda::bf16_pair(factor * low, factor * high);
+        const auto turned_pair = [&] {
+          const float2 turned = turn(channel, factor * low, factor * high);
+          return cuda::bf16_pair(turned.x, turned.y);
+        };
+        const uint32_t pair = zero ? 0 : turned_pair();
         if (outputs.out_aligned) {
           *reinterpret_cast<uint32_t*>(to) = pair;
         } else {
@@ -398,8 +439,9 @@ __device__ void store_part(const Outputs& outputs, int64_t t, int64_t first_head
 inline constexpr int kFoldThreads = 128;
 
 // The parts of one (row, head), in their order, by kFoldThreads threads.
-__device__ inline void fold_head(const Outputs& outputs, int64_t t, int64_t head,
-                                 int64_t num_parts) {
+template <class Turn>
+__device__ inline void fold_head(const Outputs& outputs, int64_t t, int64_t head, int64_t num_parts,
+                                 const Turn& turn) {
   float largest = kNegInf;
   for (int64_t p = 0; p < num_parts; ++p) {
     largest = fmaxf(largest, outputs.part_state[outputs.part_index(t, p, head)].x);
@@ -414,13 +456,24 @@ __device__ inline void fold_head(const Outputs& outputs, int64_t t, int64_t head
   }
   const HeadResult result = finish_head(outputs, head, largest, sum);
   if (threadIdx.x == 0) store_head(outputs, t, head, result);
-  for (int d = threadIdx.x; d < kValueDim; d += kFoldThreads) {
+  const auto value_of = [&](int d) {
     float value = 0;
     for (int64_t p = 0; p < num_parts; ++p) {
       const int64_t at = outputs.part_index(t, p, head) * kValueDim + d;
       value = fmaf(outputs.part_values[at], weight(p), value);
     }
-    outputs.out(t, head, d) = bf16_from_float(result.factor == 0 ? 0.0f : result.factor * value);
+    return result.factor == 0 ? 0.0f : result.factor * value;
+  };
+  if constexpr (Turn::kTurns) {
+    for (int d = 2 * threadIdx.x; d < kValueDim; d += 2 * kFoldThreads) {
+      float2 pair = make_float2(value_of(d), value_of(d + 1));
+      if (result.factor != 0) pair = turn(d, pair.x, pair.y);
+      outputs.out(t, head, d) = bf16_from_float(pair.x);
+      outputs.out(t, head, d + 1) = bf16_from_float(pair.y);
+    }
+  } else {
+    for (int d = threadIdx.x; d < kValueDim; d += kFoldThreads)
+      outputs.out(t, head, d) = bf16_from_float(value_of(d));
   }
 }
 

@@ -1,5 +1,7 @@
 #include <algorithm>
 #include <limits>
+#include <string>
+#include <type_traits>
 
 #include "src/core/access.h"
 #include "src/core/cuda/launch.cuh"
@@ -12,6 +14,10 @@
 
 // Blocks and tiles: latent_tiles.cuh. The number of parts is fixed by the plan, so that a row's
 // bits depend on nothing but the row.
+//
+// Lists over rows that hold their own scales have kernels of their own; scales apart from the rows,
+// page tables and the inverse rotation are in the extended ones, which would cost the others
+// registers.
 namespace fovea::internal {
 namespace {
 
@@ -51,11 +57,21 @@ struct Params {
   bool ring;
 };
 
+// What an extended kernel has besides.
+struct ExtendedParams {
+  Params params;  // of its segments only the layout
+  SparseMlaSegment segments[2];
+  InverseRotations rotations;
+  int rope_dim;
+};
+
 // The slots of one row.
 struct RowSlots {
+  static constexpr bool kHasScales = false;
   const Params& params;
   const RowParts& parts;
   int64_t t;
+  NoScales scales = {};
 
   __device__ const RowLayout& layout(int64_t block) const {
     return params.segments[block < parts.primary_blocks ? 0 : 1].layout;
@@ -72,30 +88,101 @@ struct RowSlots {
   }
 };
 
+// The same in extended kernels. Only rows of 512 channels have scales apart from them.
+template <int kHeadDim>
+struct ExtendedSlots {
+  static constexpr bool kHasScales = kHeadDim == kLatentDim;
+  const ExtendedParams& extended;
+  const RowParts& parts;
+  int64_t t;
+  std::conditional_t<kHasScales, KeyScales&, NoScales> scales;
+
+  __device__ bool is_primary(int64_t block) const { return block < parts.primary_blocks; }
+  __device__ const SparseMlaSegment& segment(int64_t block) const {
+    return extended.segments[is_primary(block) ? 0 : 1];
+  }
+  __device__ int64_t slot(int64_t block, int key) const {
+    return (is_primary(block) ? block : block - parts.primary_blocks) * kBlockSlots + key;
+  }
+  __device__ const RowLayout& layout(int64_t block) const {
+    return extended.params.segments[is_primary(block) ? 0 : 1].layout;
+  }
+  __device__ int32_t place(int64_t block, int key) const {
+    const int64_t at = slot(block, key);
+    if (at >= (is_primary(block) ? parts.primary_slots : parts.extra_slots)) return -1;
+    return segment(block).place(t, at);
+  }
+  __device__ const uint8_t* row(int64_t block, int key, int32_t place) const {
+    const LatentAddress found = segment(block).address(slot(block, key), place);
+    if constexpr (kHasScales) scales.from[key] = found.scales;
+    return found.row;
+  }
+};
+
+// What a block computes: one part of row t for the heads from first_head on.
+struct BlockWork {
+  int64_t t;
+  int64_t part;
+  int64_t first_head;
+
+  __device__ BlockWork(int64_t head_groups, int heads)
+      : t(blockIdx.x / head_groups),
+        part(blockIdx.y),
+        first_head(blockIdx.x % head_groups * heads) {}
+};
+
+template <int kHeads, int kHeadDim, class Slots, class Turn>
+__device__ __forceinline__ void attend_part(const Params& params, const BlockWork& work,
+                                            const RowParts& parts, const Slots& slots,
+                                            const Turn& turn,
+                                            SharedMemory<kHeads, kHeadDim>& shared) {
+  const int64_t first_head = work.first_head, num_heads = params.outputs.num_heads;
+  // An empty row has no part; its first block writes the zeros.
+  if (work.part >= parts.num_parts && work.part > 0) return;
+  const int64_t begin_block = parts.num_parts > 0 ? parts.first_block(work.part) : 0;
+  const int64_t end_block = parts.num_parts > 0 ? parts.first_block(work.part + 1) : 0;
+  load_queries(params.queries, work.t, first_head,
+               static_cast<int>(num_heads - first_head < kHeads ? num_heads - first_head : kHeads),
+               shared);
+  clear_state(shared);
+  Values<kHeads> values = {};
+  attend_blocks(slots, params.ring, begin_block, end_block, params.scores, shared, values);
+  store_part(params.outputs, work.t, first_head, num_heads, work.part, parts.num_parts <= 1, turn,
+             shared, values);
+}
+
 template <int kHeads, int kHeadDim>
 __global__ void __launch_bounds__(kThreads, kHeads == 16 ? 2 : 1)
     attend(const __grid_constant__ Params params) {
   extern __shared__ __align__(16) uint8_t memory[];
   auto& shared = *reinterpret_cast<SharedMemory<kHeads, kHeadDim>*>(memory);
-  const int64_t group = blockIdx.x % params.head_groups;
-  const int64_t t = blockIdx.x / params.head_groups;
-  const int64_t part = blockIdx.y;
-  const int64_t first_head = group * kHeads;
-  const int64_t num_heads = params.outputs.num_heads;
-  const RowParts parts(params.segments[0].length(t), params.segments[1].length(t),
+  const BlockWork work(params.head_groups, kHeads);
+  const RowParts parts(params.segments[0].length(work.t), params.segments[1].length(work.t),
                        params.outputs.num_parts);
-  // An empty row has no part; its first block writes the zeros.
-  if (part >= parts.num_parts && part > 0) return;
-  const int64_t begin_block = parts.num_parts > 0 ? parts.first_block(part) : 0;
-  const int64_t end_block = parts.num_parts > 0 ? parts.first_block(part + 1) : 0;
-  load_queries(params.queries, t, first_head,
-               static_cast<int>(num_heads - first_head < kHeads ? num_heads - first_head : kHeads),
-               shared);
-  clear_state(shared);
-  Values<kHeads> values = {};
-  attend_blocks(RowSlots{params, parts, t}, params.ring, begin_block, end_block, params.scores,
-                shared, values);
-  store_part(params.outputs, t, first_head, num_heads, part, parts.num_parts <= 1, shared, values);
+  attend_part(params, work, parts, RowSlots{params, parts, work.t}, NoTurn{}, shared);
+}
+
+__device__ RowParts extended_parts(const ExtendedParams& extended, int64_t t) {
+  return {extended.segments[0].length(t), extended.segments[1].length(t),
+          extended.params.outputs.num_parts};
+}
+
+template <int kHeads, int kHeadDim>
+__global__ void __launch_bounds__(kThreads, kHeads == 16 ? 2 : 1)
+    attend_extended(const __grid_constant__ ExtendedParams extended) {
+  using Slots = ExtendedSlots<kHeadDim>;
+  extern __shared__ __align__(16) uint8_t memory[];
+  const BlockWork work(extended.params.head_groups, kHeads);
+  const RowParts parts = extended_parts(extended, work.t);
+  const RowTurn turn{extended.rotations.row(work.t), extended.rope_dim};
+  if constexpr (Slots::kHasScales) {
+    auto& shared = *reinterpret_cast<ScaledMemory<kHeads>*>(memory);
+    attend_part(extended.params, work, parts, Slots{extended, parts, work.t, shared.scales}, turn,
+                shared.tiles);
+  } else {
+    auto& shared = *reinterpret_cast<SharedMemory<kHeads, kHeadDim>*>(memory);
+    attend_part(extended.params, work, parts, Slots{extended, parts, work.t, {}}, turn, shared);
+  }
 }
 
 __global__ void __launch_bounds__(kFoldThreads) fold(const __grid_constant__ Params params) {
@@ -103,7 +190,27 @@ __global__ void __launch_bounds__(kFoldThreads) fold(const __grid_constant__ Par
   const int64_t head = blockIdx.x % params.outputs.num_heads;
   const RowParts parts(params.segments[0].length(t), params.segments[1].length(t),
                        params.outputs.num_parts);
-  if (parts.num_parts > 1) fold_head(params.outputs, t, head, parts.num_parts);
+  if (parts.num_parts > 1) fold_head(params.outputs, t, head, parts.num_parts, NoTurn{});
+}
+
+__global__ void __launch_bounds__(kFoldThreads)
+    fold_extended(const __grid_constant__ ExtendedParams extended) {
+  const Outputs& outputs = extended.params.outputs;
+  const int64_t t = blockIdx.x / outputs.num_heads;
+  const int64_t head = blockIdx.x % outputs.num_heads;
+  const RowParts parts = extended_parts(extended, t);
+  if (parts.num_parts <= 1) return;
+  fold_head(outputs, t, head, parts.num_parts,
+            RowTurn{extended.rotations.row(t), extended.rope_dim});
+}
+
+// Whether a problem needs the extended kernels.
+bool is_extended(const SparseMlaProblem& problem) {
+  const auto apart = [](RowFormat format) {
+    return format == RowFormat::kV4 || format == RowFormat::kR512;
+  };
+  return apart(problem.row_format) || apart(*problem.extra_row_format) ||
+         problem.extra_max_pages > 0 || problem.inverse_rope_dim > 0;
 }
 
 int block_heads(const SparseMlaProblem& problem, const Device& device) {
@@ -121,6 +228,17 @@ int64_t parts_of(const SparseMlaProblem& problem, const Device& device) {
   return std::clamp<int64_t>(wanted, 1, std::clamp<int64_t>(blocks / 2, 1, kMaxParts));
 }
 
+// Heads of a block of the extended kernels: fewer while the blocks still run at a time, because
+// what a row of a few tiles takes is what one block does one after the other. No bit of a head
+// depends on the heads beside it.
+int extended_heads(int heads, int64_t blocks_per_group, const SparseMlaProblem& problem,
+                   const Device& device) {
+  const int64_t num_sms = cuda::device_facts(device.ordinal).num_sms;
+  const auto groups_of = [&](int64_t of) { return (problem.num_heads + of - 1) / of; };
+  while (heads > 16 && blocks_per_group <= num_sms / groups_of(heads / 2)) heads /= 2;
+  return heads;
+}
+
 Segment device_segment(const SparseMlaSegment& from, bool may_stage) {
   Segment to{};
   to.base = from.base;
@@ -132,27 +250,35 @@ Segment device_segment(const SparseMlaSegment& from, bool may_stage) {
   to.layout.aligned = reinterpret_cast<uintptr_t>(from.base) % 16 == 0 &&
                       from.page_stride_bytes % 16 == 0 && from.row_bytes % 16 == 0;
   to.layout.staged = may_stage && to.layout.aligned && from.format != RowFormat::kBf16;
+  to.layout.bf16_scale = from.inv_scale.is_bf16;
   to.indices = from.indices.data;
   to.index_stride = from.indices.stride[0];
-  to.width = from.indices ? from.indices.shape[1] : 0;
+  to.width = from.indices ? from.indices.shape[1] : from.max_length;
   to.topk_length = from.topk_length.data;
   return to;
 }
 
-template <int kHeads>
-void launch_attend(const SparseMlaProblem& problem, const Params& params, Stream stream) {
+template <int kHeads, int kHeadDim>
+void launch_attend(const ExtendedParams& extended, bool is_extended, Stream stream) {
+  const Params& params = extended.params;
   const bool stages = params.segments[0].layout.staged || params.segments[1].layout.staged;
+  cuda::LaunchShape shape{dim3(static_cast<unsigned>(params.num_rows * params.head_groups),
+                               static_cast<unsigned>(params.outputs.num_parts)),
+                          dim3(kThreads), block_bytes<kHeads, kHeadDim>(params.ring, stages)};
+  if (!is_extended) {
+    cuda::launch("sparse_mla", attend<kHeads, kHeadDim>, shape, stream, params);
+    return;
+  }
+  if (kHeadDim == kLatentDim) shape.shared_bytes += sizeof(KeyScales);
+  cuda::launch("sparse_mla", attend_extended<kHeads, kHeadDim>, shape, stream, extended);
+}
 
-  const dim3 grid(static_cast<unsigned>(params.num_rows * params.head_groups),
-                  static_cast<unsigned>(params.outputs.num_parts));
+template <int kHeads>
+void launch_attend(const SparseMlaProblem& problem, const ExtendedParams& extended, Stream stream) {
   if (problem.head_dim_qk == 576) {
-    cuda::launch("sparse_mla", attend<kHeads, 576>,
-                 {grid, dim3(kThreads), block_bytes<kHeads, 576>(params.ring, stages)}, stream,
-                 params);
+    launch_attend<kHeads, 576>(extended, is_extended(problem), stream);
   } else {
-    cuda::launch("sparse_mla", attend<kHeads, 512>,
-                 {grid, dim3(kThreads), block_bytes<kHeads, 512>(params.ring, stages)}, stream,
-                 params);
+    launch_attend<kHeads, 512>(extended, is_extended(problem), stream);
   }
 }
 
@@ -174,20 +300,27 @@ size_t sparse_mla_cuda_workspace(const SparseMlaProblem& problem, const Device& 
 void sparse_mla_cuda_portable(const SparseMlaProblem& problem, const Device& device,
                               const SparseMlaTensors& tensors, Workspace workspace, Stream stream) {
   const cuda::DeviceScope scope(device.ordinal);
-  const int heads = block_heads(problem, device);
+  const int64_t num_rows = tensors.q.shape[0], num_parts = parts_of(problem, device);
+  int heads = block_heads(problem, device);
+  if (is_extended(problem)) heads = extended_heads(heads, num_rows * num_parts, problem, device);
   WorkspaceCutter cutter(workspace);
-  Params params{};
+  ExtendedParams extended{};
+  extended.segments[0] = primary_segment(problem, tensors);
+  extended.segments[1] = extra_segment(problem, tensors);
+  extended.rotations = InverseRotations(tensors);
+  extended.rope_dim = static_cast<int>(problem.inverse_rope_dim);
+  Params& params = extended.params;
   params.queries = device_queries(tensors.q);
   const int64_t max_shared_bytes = cuda::device_facts(device.ordinal).max_shared_bytes;
   const bool may_stage = has_staging(heads, max_shared_bytes);
-  params.segments[0] = device_segment(primary_segment(problem, tensors), may_stage);
-  params.segments[1] = device_segment(extra_segment(problem, tensors), may_stage);
+  params.segments[0] = device_segment(extended.segments[0], may_stage);
+  params.segments[1] = device_segment(extended.segments[1], may_stage);
   params.ring = has_ring(heads, max_shared_bytes);
   for (const Segment& segment : params.segments) {
     if (segment.width > 0) params.ring = params.ring && segment.layout.is_plain();
   }
   params.scores = {static_cast<float>(logit_scale(problem)), problem.logit_cap};
-  params.num_rows = tensors.q.shape[0];
+  params.num_rows = num_rows;
   params.head_groups = (problem.num_heads + heads - 1) / heads;
   Outputs& outputs = params.outputs;
   outputs.sink = static_cast<const float*>(tensors.sink.data);
@@ -196,24 +329,26 @@ void sparse_mla_cuda_portable(const SparseMlaProblem& problem, const Device& dev
   outputs.lse = access<float, 2>(tensors.lse);
   outputs.max_logits = access<float, 2>(tensors.max_logits);
   outputs.num_heads = problem.num_heads;
-  outputs.num_parts = parts_of(problem, device);
+  outputs.num_parts = num_parts;
   outputs.value_scale = problem.k_scale;
   outputs.empty_lse = problem.empty_lse == EmptyLse::kPosInf ? -kNegInf : kNegInf;
   const PartMemory memory(problem.max_rows, problem.num_heads, outputs.num_parts, cutter);
   outputs.part_values = memory.values;
   outputs.part_state = memory.state;
   if (heads == 64) {
-    launch_attend<64>(problem, params, stream);
+    launch_attend<64>(problem, extended, stream);
   } else if (heads == 32) {
-    launch_attend<32>(problem, params, stream);
+    launch_attend<32>(problem, extended, stream);
   } else {
-    launch_attend<16>(problem, params, stream);
+    launch_attend<16>(problem, extended, stream);
   }
-  if (outputs.num_parts > 1) {
-    cuda::launch(
-        "sparse_mla", fold,
-        {dim3(static_cast<unsigned>(params.num_rows * problem.num_heads)), dim3(kFoldThreads)},
-        stream, params);
+  if (outputs.num_parts <= 1) return;
+  const cuda::LaunchShape shape{dim3(static_cast<unsigned>(params.num_rows * problem.num_heads)),
+                                dim3(kFoldThreads)};
+  if (is_extended(problem)) {
+    cuda::launch("sparse_mla", fold_extended, shape, stream, extended);
+  } else {
+    cuda::launch("sparse_mla", fold, shape, stream, params);
   }
 }
 

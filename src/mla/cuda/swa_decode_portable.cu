@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads) narrow(const __grid_constant__ Param
 }  // namespace
 
 Refusal swa_decode_cuda_supports(const SwaDecodeProblem& problem) {
-  return sparse_mla_device_supports(swa_sparse_problem(problem));
+  return sparse_mla_cuda_supports(swa_sparse_problem(problem));
 }
 
 size_t swa_decode_cuda_workspace(const SwaDecodeProblem& problem, const Device& device) {
