@@ -68,7 +68,7 @@ struct ReplayOptions {
   int64_t skip = 0;                ///< Requests of the trace left out at its start.
   int64_t max_requests = 0;        ///< 0: all.
   int64_t token_scale = 1;         ///< S, divides 512: a request of n tokens becomes ceil(n / S).
-  int64_t topk = 0;                ///< Selection width; 0: the model's.
+  int64_t topk = 0;                ///< Selection width, in tokens or blocks; 0: the model's.
   int64_t page = 0;      ///< Tokens per page; 0: the model's, made smaller until it divides 512/S.
   int64_t chunk = 8192;  ///< Prefill rows per step.
   int64_t max_batch = 64;    ///< Requests running at once.

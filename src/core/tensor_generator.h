@@ -32,6 +32,8 @@ enum class TensorKind : uint8_t {
   kConvBias,
   kALog,
   kDtBias,
+  kMsaK,  ///< Keys of block-sparse attention, KV heads x D; kQ is then heads x D.
+  kMsaV,
 };
 
 /// One stream of values.
