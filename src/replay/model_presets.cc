@@ -8,13 +8,14 @@
 #include "src/core/check.h"
 #include "src/replay/dsa_model.h"
 #include "src/replay/kimi_model.h"
+#include "src/replay/msa_model.h"
 
 namespace fovea {
 namespace internal {
 namespace {
 
 const std::vector<ModelSpec>& presets() {
-  static const std::vector<ModelSpec> models = {deepseek_v32(), kimi_linear()};
+  static const std::vector<ModelSpec> models = {deepseek_v32(), kimi_linear(), minimax_m3()};
   return models;
 }
 

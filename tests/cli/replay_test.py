@@ -33,7 +33,7 @@ class UsageTest(ReplayTest):
 
     def test_the_model_must_exist(self):
         self.refuse(2, "unknown model 'gpt-2'", "--model", "gpt-2")
-        self.refuse(2, "deepseek-v3.2", "--model", "minimax-m3")
+        self.refuse(2, "deepseek-v3.2", "--model", "minimax-m2")
 
     def test_tensor_parallelism_must_divide_the_heads(self):
         self.refuse(2, "does not divide the 128 heads", "--tp", 3)
@@ -201,6 +201,27 @@ class RunTest(ReplayTest):
         self.assertEqual(len(digests), 1)
         _, text = replay("--inject", "snapshot", code=1)
         self.assertRegex(text, r"MISMATCH +request \d+, position \d+, layer 0 \(kda\), kda_prefill: output")
+
+    def test_minimax_m3_selects_blocks_and_finds_a_wrong_page(self):
+        path = self.folder / "out.json"
+        shape = ("--model", "minimax-m3", "--token-scale", 16, "--topk", 2, "--tp", 16, "--check", 20, "--max-batch", 2, "--json", path)
+
+        def replay(*options, code=0):
+            result = self.fovea("replay", self.folder / "trace.jsonl", *shape, *options)
+            self.expect(result, code)
+            return json.loads(path.read_text()), result.stdout
+
+        digests = set()
+        for options in ((), ("--draft-tokens", 2, "--chunk", 50), ("--graph",)):
+            facts, text = replay(*options)
+            self.assertEqual(facts["check"]["mismatches"], 0)
+            self.assertGreater(facts["cache"]["hit_tokens"], 0)
+            digests.add((facts["digest"]["selection"], facts["digest"]["output"]))
+            for fragment in ("msa_score_select", "msa_attend"):
+                self.assertIn(fragment, text)
+        self.assertEqual(len(digests), 1)
+        _, text = replay("--inject", "page", code=1)
+        self.assertRegex(text, r"MISMATCH +request \d+, position \d+, layer \d+ \((sparse|dense)\), msa_")
 
     def test_a_request_larger_than_the_cache_is_rejected(self):
         facts, result = self.replay("--cache-tokens", 24)
