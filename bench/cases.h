@@ -14,6 +14,8 @@
 namespace fovea::bench {
 
 std::vector<BenchCase> sparse_mla_cases();
+std::vector<BenchCase> v4_attention_cases();
+std::vector<BenchCase> swa_decode_cases();
 std::vector<BenchCase> index_logits_cases();
 std::vector<BenchCase> topk_select_cases();
 std::vector<BenchCase> index_select_cases();
@@ -41,6 +43,16 @@ struct LatentPool {
   int64_t rows_per_request = 1;
 };
 BenchCase sparse_mla_case(const SparseMlaProblem& problem, const LatentPool& pool = {});
+
+/// A decode step of DeepSeek-V4, one query row a request: a window of 128 rows, and `extra_topk`
+/// entries of 8192 compressed ones (of the first requests' again beyond 64 requests).
+struct V4Shape {
+  int64_t heads, requests;
+  RowFormat format = RowFormat::kV4;  ///< Or r512.
+  int64_t extra_topk = 0;             ///< Of sparse_mla only.
+};
+BenchCase v4_attention_case(const V4Shape& shape);
+BenchCase swa_decode_case(const V4Shape& shape);
 
 /// `keys` is the length of the longest row, a multiple of 64; rows_per_request of the paged layout
 /// divides rows.

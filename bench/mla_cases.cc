@@ -6,8 +6,8 @@
 #include <utility>
 
 #include "bench/cases.h"
-#include "bench/check.h"
 #include "bench/operator_case.h"
+#include "bench/out_lse.h"
 #include "fovea/dense_mla.h"
 #include "fovea/merge_lse.h"
 #include "fovea/metadata.h"
@@ -24,17 +24,6 @@ constexpr int64_t kPageSize = 64;
 
 double as_double(int64_t value) { return static_cast<double>(value); }
 
-struct OutLse {
-  OwnedTensor out, lse;
-  int64_t bytes() const { return out.bytes() + lse.bytes(); }
-};
-
-template <class Tensors>
-std::string out_lse_difference(const Tensors& actual, const Tensors& reference) {
-  const std::string wrong = difference_text("out", actual.out, reference.out, kBf16Output);
-  return wrong.empty() ? difference_text("lse", actual.lse, reference.lse, kFp32Output) : wrong;
-}
-
 // ---- sparse_mla: K latent rows per query row, distinct and unordered, of the region that belongs
 // to its request.
 
@@ -43,8 +32,9 @@ class SparseMlaCase : public OperatorCase<SparseMla, OutLse> {
   SparseMlaCase(const SparseMlaProblem& problem, const LatentPool& pool)
       : OperatorCase(problem), pool_rows_(pool.regions * pool.region_rows) {
     Generator generator(11);
-    q_ = normal_bf16(&generator, {problem.max_rows, problem.num_heads, 576});
-    kv_ = normal_bf16(&generator, {std::min(pool_rows_, kPoolRows), 576});
+    const int64_t width = problem.head_dim_qk;
+    q_ = normal_bf16(&generator, {problem.max_rows, problem.num_heads, width});
+    kv_ = normal_bf16(&generator, {std::min(pool_rows_, kPoolRows), width});
     if (problem.row_format == RowFormat::kV32) pack_pool();
     if (problem.row_format == RowFormat::kF576) encode_pool();
     if (pool_rows_ > kPoolRows) repeat_pool();
@@ -63,16 +53,15 @@ class SparseMlaCase : public OperatorCase<SparseMla, OutLse> {
     }
     indices_ = from_i32(slots, {problem.max_rows, problem.topk});
     if (problem.split_parts > 0) plan_parts();
-    const int64_t row_bytes = problem.row_format == RowFormat::kBf16  ? 1152
-                              : problem.row_format == RowFormat::kV32 ? 656
-                                                                      : 576;
+    const bool bf16 = problem.row_format == RowFormat::kBf16;
+    const int64_t row_bytes = bf16 ? 2 * width : problem.row_format == RowFormat::kV32 ? 656 : 576;
     // A pool row that several query rows list has to come from memory once.
     const auto distinct_rows = std::count(listed.begin(), listed.end(), true);
     work_.flops =
-        2.0 * (576 + 512) * as_double(problem.max_rows * problem.num_heads * problem.topk);
+        2.0 * as_double((width + 512) * problem.max_rows * problem.num_heads * problem.topk);
     work_.bytes_read = as_double(distinct_rows * row_bytes + q_.bytes() + indices_.bytes());
     work_.bytes_written = as_double(make_outputs().bytes());
-    work_.traffic = row_bytes == 1152 ? Traffic::kGather1152 : Traffic::kGather656;
+    work_.traffic = bf16 ? Traffic::kGather1152 : Traffic::kGather656;
   }
 
  private:

@@ -18,29 +18,20 @@ constexpr double kReadGbPerS = 4330;
 constexpr double kBf16Gflops = 775e3;
 constexpr double kFp8Gflops = 1464e3;
 
-constexpr char kNoV4[] = "no case here yet for rows of format v4";
-constexpr char kNoR512[] = "no case here yet for rows of format r512";
-constexpr char kNoD512[] = "no case here yet for rows of 512 channels";
-
 class Rows {
  public:
-  void section(std::string name, double peak_gflops, std::string missing = {}) {
+  void section(std::string name, double peak_gflops) {
     section_ = std::move(name);
     peak_gflops_ = peak_gflops;
-    missing_ = std::move(missing);
-  }
-  void add(std::string name, double peer_us, double target_us) {
-    rows_.push_back(
-        {section_, std::move(name), peer_us, target_us, std::nullopt, missing_, peak_gflops_});
   }
   void add(std::string name, double peer_us, double target_us, BenchCase bench_case) {
     rows_.push_back(
-        {section_, std::move(name), peer_us, target_us, std::move(bench_case), "", peak_gflops_});
+        {section_, std::move(name), peer_us, target_us, std::move(bench_case), peak_gflops_});
   }
   std::vector<PerfRow> take() { return std::move(rows_); }
 
  private:
-  std::string section_, missing_;
+  std::string section_;
   double peak_gflops_ = 0;
   std::vector<PerfRow> rows_;
 };
@@ -76,16 +67,26 @@ void add_decode(Rows& rows) {
                          s.batch),
              s.peer_us, s.target_us, decode(s.heads, s.tokens, s.batch));
   }
-  rows.section("Sparse MLA decode, V4 rows", kBf16Gflops, kNoV4);
-  const auto list = [&](const char* name, std::initializer_list<std::array<double, 3>> shapes) {
-    for (const auto& [batch, peer_us, target_us] : shapes)
-      rows.add(fmt::format("{}, batch {}", name, batch), peer_us, target_us);
+  rows.section("Sparse MLA decode, V4 rows", kBf16Gflops);
+  struct V4Row {
+    int64_t batch;
+    double peer_us, target_us;
   };
-  list("H64, 128 window + 512", {{1, 17.1, 9}, {32, 29.9, 20}, {128, 53.2, 32}});
-  list("H128, 128 + 1024", {{1, 18.1, 10}, {32, 49.5, 36}, {128, 110.8, 92}});
-  list("H128, window only", {{1, 14.2, 7}, {32, 15.6, 9}, {128, 28.4, 17}, {256, 50.5, 29}});
-  rows.section("Sparse MLA decode, R512 rows", kBf16Gflops, kNoR512);
-  list("H128, window only", {{1, 51, 7}, {128, 174, 17}, {256, 313, 29}});
+  const auto v4 = [&](const char* name, int64_t heads, int64_t extra_topk,
+                      std::initializer_list<V4Row> shapes) {
+    for (const V4Row& s : shapes) {
+      rows.add(fmt::format("{}, batch {}", name, s.batch), s.peer_us, s.target_us,
+               v4_attention_case({heads, s.batch, RowFormat::kV4, extra_topk}));
+    }
+  };
+  v4("H64, 128 window + 512", 64, 512, {{1, 17.1, 9}, {32, 29.9, 20}, {128, 53.2, 32}});
+  v4("H128, 128 + 1024", 128, 1024, {{1, 18.1, 10}, {32, 49.5, 36}, {128, 110.8, 92}});
+  v4("H128, window only", 128, 0, {{1, 14.2, 7}, {32, 15.6, 9}, {128, 28.4, 17}, {256, 50.5, 29}});
+  rows.section("Sparse MLA decode, R512 rows", kBf16Gflops);
+  for (const V4Row& s : {V4Row{1, 51, 7}, V4Row{128, 174, 17}, V4Row{256, 313, 29}}) {
+    rows.add(fmt::format("H128, window only, batch {}", s.batch), s.peer_us, s.target_us,
+             swa_decode_case({128, s.batch, RowFormat::kR512}));
+  }
 }
 
 void add_prefill(Rows& rows) {
@@ -105,9 +106,16 @@ void add_prefill(Rows& rows) {
              target_us(s.heads, 576, 2048, s.tflops),
              sparse_mla_case(attention(4096, s.heads, RowFormat::kBf16), {1, s.keys, 4096}));
   }
-  rows.section("Sparse MLA prefill, bf16, 4096 query tokens, d 512, 8K keys", kBf16Gflops, kNoD512);
-  rows.add("H64, top-k 512", 667, target_us(64, 512, 512, 500));
-  rows.add("H128, top-k 1024", 1970, target_us(128, 512, 1024, 590));
+  rows.section("Sparse MLA prefill, bf16, 4096 query tokens, d 512, 8K keys", kBf16Gflops);
+  const auto narrow = [&](int64_t heads, int64_t topk, double peer_us, double tflops) {
+    SparseMlaProblem problem = attention(4096, heads, RowFormat::kBf16);
+    problem.head_dim_qk = 512;
+    problem.topk = topk;
+    rows.add(fmt::format("H{}, top-k {}", heads, topk), peer_us,
+             target_us(heads, 512, topk, tflops), sparse_mla_case(problem, {1, 8192, 4096}));
+  };
+  narrow(64, 512, 667, 500);
+  narrow(128, 1024, 1970, 590);
 }
 
 void add_indexer(Rows& rows) {
@@ -268,16 +276,12 @@ double perf_floor_us(const Work& work, double peak_gflops) {
 PerfResult run_perf_row(const PerfRow& row, const RunSettings& settings,
                         const ThroughputLimits& limits) {
   PerfResult result{row};
-  if (!row.bench_case) {
-    result.check = row.missing;
-    return result;
-  }
   RunSettings own = settings;
   own.only_cold = true;
   own.graph = settings.gpu.kind == DeviceKind::kCuda;
   CaseOutcome outcome;
   try {
-    outcome = run_case(*row.bench_case, own, limits);
+    outcome = run_case(row.bench_case, own, limits);
   } catch (const Error& error) {  // the other rows still count
     result.check = std::string(kFailed) + error.what();
     return result;

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -15,8 +14,7 @@ struct PerfRow {
   std::string name;
   double peer_us = 0;  ///< Of the fastest peer; 0: none was measured.
   double target_us = 0;
-  std::optional<BenchCase> bench_case;  ///< Absent: `missing` says why.
-  std::string missing;
+  BenchCase bench_case;
   double peak_gflops = 0;  ///< Of the arithmetic that the floor counts with.
 };
 

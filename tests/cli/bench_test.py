@@ -39,8 +39,12 @@ class BenchTest(CommandLineTest):
         )
         self.assertEqual((row["target"], row["peer"], row["unit"], row["check"]), (9, 16.6, "us", "ok"))
         self.assertAlmostEqual(row["ratio_to_peer"], 16.6 / row["value"])
-        self.expect(self.bench("--suite", "perf", "--case", "V4 rows", "--json", out), 0, "no case here yet for rows of format v4")
-        self.assertTrue(all(row["value"] is None and not row["met"] for row in json.loads(out.read_text())["rows"]))
+        for section in ("V4 rows", "R512 rows"):
+            case = f"{section}/H128, window only, batch 1"
+            self.expect(self.bench("--suite", "perf", "--case", case, "--quick", "--json", out), 0, "H128, window only, batch 128")
+            rows = json.loads(out.read_text())["rows"]
+            self.assertEqual([row["target"] for row in rows], [7, 17])
+            self.assertTrue(all(row["value"] > 0 and row["check"] == "ok" for row in rows))
 
     def test_unwritable_results_are_found_before_the_run(self):
         self.expect(self.bench("--json", "no/such/folder/out.json"), 3, "no/such/folder/out.json")
