@@ -69,7 +69,7 @@ struct MsaBackend::State {
   internal::OperatorCaller caller;
   std::vector<MetadataRefresh> refresh;
   MsaPlans many;            // of extend and mixed steps
-  MsaPlans few;             // of the other modes
+  MsaPlans few;             // of the other modes, as far as rows are few
   RowStep own;              // of begin_step without a plan
   DeviceBuffer lists;       // i32 [Hkv, max rows, K]
   DeviceBuffer all_blocks;  // i32 [pages]: 0, 1, .., with dense layers
@@ -81,7 +81,7 @@ struct MsaBackend::State {
 
   MsaStepPlan::State* state_of(const std::unique_ptr<MsaStepPlan::State>& plan) const;
   void begin(const MsaBatch& batch, RowStep* step, Stream stream);
-  const MsaPlans& own_plans() const { return internal::is_extend(own.mode) ? many : few; }
+  const MsaPlans& own_plans() const;
   void forward(const RowStep& step, const MsaPlans& plans, bool dense,
                const MsaForwardTensors& tensors);
   void store(const RowStep& step, const PackRows& plan, const ConstTensorView& rows,
@@ -125,6 +125,12 @@ MsaBackend::State::State(const MsaBackendConfig& config_in, const Device& device
     birth.synchronize();  // `ids` ends here
   }
   birth.synchronize();
+}
+
+// A batch of few rows may have much padding.
+const MsaPlans& MsaBackend::State::own_plans() const {
+  const bool fits = own.padded_rows <= config.max_requests * config.rows_per_request;
+  return internal::is_extend(own.mode) || !fits ? many : few;
 }
 
 MsaStepPlan::State* MsaBackend::State::state_of(

@@ -155,10 +155,14 @@ TEST_P(MsaBackendTest, AForwardWritesTheSlotsOfItsRowsAndNothingElse) {
   const std::vector<uint8_t> after = rig.pools();
   rig.step(ForwardMode::kIdle, {}, 4);
   rig.expect_recomputed();
+  rig.step(ForwardMode::kIdle, {}, test::kMsaMaxRows);
+  rig.expect_recomputed();
   rig.step(ForwardMode::kExtend, {}, 1);
   rig.expect_recomputed();
   EXPECT_EQ(rig.pools(), after);
-  EXPECT_EQ(rig.backend.routes().idle, 4);
+  EXPECT_EQ(rig.backend.routes().idle, 6);
+  rig.step(ForwardMode::kDecode, {{1, 12, 1}}, test::kMsaMaxRows - 1);
+  rig.expect_recomputed();
 }
 
 // num_rows of a draft extension may be a bound: what lies behind the last request is padding.
