@@ -10,20 +10,12 @@
 #include "fovea/sparse_mla.h"
 #include "src/core/fp8_tile.h"
 #include "src/core/parallel.h"
+#include "src/replay/fp64_rows.h"
 
 namespace fovea::internal {
 namespace {
 
 constexpr int64_t kScaleTile = 128;  // channels that share a scale in v32
-
-// Four sums, so that the compiler may use vectors.
-double dot(const double* a, const double* b, int64_t count) {
-  double sums[4] = {0, 0, 0, 0};
-  for (int64_t i = 0; i < count; i += 4) {
-    for (int64_t lane = 0; lane < 4; ++lane) sums[lane] += a[i + lane] * b[i + lane];
-  }
-  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
-}
 
 // The latent key row as the cache gives it back.
 void cached_latent_key(const DsaInputs& inputs, int64_t layer, uint64_t token_id, double* key) {

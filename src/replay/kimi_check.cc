@@ -11,18 +11,10 @@
 #include "fovea/sparse_mla.h"
 #include "src/core/parallel.h"
 #include "src/kda/kda_math.h"
+#include "src/replay/fp64_rows.h"
 
 namespace fovea::internal {
 namespace {
-
-// Four sums, so that the compiler may use vectors; `count` is a multiple of four.
-double dot(const double* a, const double* b, int64_t count) {
-  double sums[4] = {0, 0, 0, 0};
-  for (int64_t i = 0; i < count; i += 4) {
-    for (int64_t lane = 0; lane < 4; ++lane) sums[lane] += a[i + lane] * b[i + lane];
-  }
-  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
-}
 
 // One KDA layer of one request, token after token.
 class Recurrence {

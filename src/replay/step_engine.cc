@@ -64,6 +64,21 @@ int64_t StepEngine::max_rows() const {
   return std::max(config_.max_rows, setup_.draft_tokens > 0 ? round_rows : int64_t{1});
 }
 
+ForwardMode StepEngine::plan_mode(GroupKind kind) const {
+  switch (kind) {
+    case GroupKind::kBatch:
+    case GroupKind::kDecode:
+    case GroupKind::kChain:
+      return ForwardMode::kDecode;
+    case GroupKind::kVerify:
+      return ForwardMode::kTargetVerify;
+    case GroupKind::kDraftExtend:
+      break;
+  }
+  return setup_.draft_mode == DraftMode::kV1 ? ForwardMode::kDraftExtend
+                                             : ForwardMode::kDraftExtendV2;
+}
+
 int64_t StepEngine::backend_rows() const {
   // From here on no operator cuts.
   constexpr int64_t kUncutRows = 512;
@@ -147,7 +162,7 @@ void StepEngine::build(const StepBatch& batch, const Scheduler& scheduler,
       if (batch.facts.kind == StepKind::kIdle) first->pad_rows(1);
       break;
     case GroupKind::kDecode:
-      first->build(ForwardMode::kDecode, scheduler, batch);
+      first->build(plan_mode(group.kind), scheduler, batch);
       first->pad_requests(bucket, rows);
       break;
     case GroupKind::kChain:
@@ -157,13 +172,11 @@ void StepEngine::build(const StepBatch& batch, const Scheduler& scheduler,
       }
       break;
     case GroupKind::kVerify:
-      first->build(ForwardMode::kTargetVerify, scheduler, batch);
+      first->build(plan_mode(group.kind), scheduler, batch);
       first->pad_requests(bucket, rows);
       break;
     case GroupKind::kDraftExtend:
-      first->build(setup_.draft_mode == DraftMode::kV1 ? ForwardMode::kDraftExtend
-                                                       : ForwardMode::kDraftExtendV2,
-                   scheduler, batch);
+      first->build(plan_mode(group.kind), scheduler, batch);
       first->pad_requests(bucket, rows);
       // A graph has one number of rows, whatever was accepted.
       if (setup_.graph) first->bound_rows(bucket * rows);

@@ -130,6 +130,8 @@ class StepEngine : public ModelEngine {
     return kind == GroupKind::kVerify || kind == GroupKind::kDraftExtend ? setup_.draft_tokens + 1
                                                                          : 1;
   }
+  /// Mode of the batches of a group in a step plan.
+  ForwardMode plan_mode(GroupKind kind) const;
   /// Where backends append their operator calls.
   std::vector<OperatorCall>* profile() { return &calls_; }
   Stream stream() const { return stream_ ? Stream(*stream_) : Stream{}; }
