@@ -491,6 +491,10 @@ Outputs SparseMlaCase::run(const SparseMlaProblem& problem, const SparseMlaTenso
   GuardedMemory scratch(bytes);
   if (bytes > 0) std::memset(scratch.data(), 0xFF, bytes);
   plan.run(tensors, Workspace{scratch.data(), bytes});
+  return outputs_of(tensors);
+}
+
+Outputs SparseMlaCase::outputs_of(const SparseMlaTensors& tensors) {
   Outputs outputs;
   outputs.out = to_doubles(tensors.out);
   outputs.lse = to_doubles(tensors.lse);
@@ -510,6 +514,16 @@ Outputs SparseMlaCase::run(const Options& options, int threads, int64_t begin, i
               buffers.max_logits.gaps_untouched())
       << "wrote between the rows of an output";
   return outputs;
+}
+
+Outputs SparseMlaCase::run_by(Runner runner) {
+  Buffers buffers;
+  const SparseMlaTensors tensors = this->tensors(0, spec_.rows, buffers);
+  runner(problem(), tensors);
+  EXPECT_TRUE(buffers.out.gaps_untouched() && buffers.lse.gaps_untouched() &&
+              buffers.max_logits.gaps_untouched())
+      << "wrote between the rows of an output";
+  return outputs_of(tensors);
 }
 
 Outputs SparseMlaCase::run_head(const Options& options, int64_t head) {

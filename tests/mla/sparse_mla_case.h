@@ -111,6 +111,9 @@ class SparseMlaCase {
   SparseMlaProblem problem() const;
   /// Tensors of rows [begin, end), over fresh outputs.
   Outputs run(const Options& options, int threads = 1, int64_t begin = 0, int64_t end = -1);
+  /// All rows by a function that takes the place of a plan.
+  using Runner = void (*)(SparseMlaProblem problem, const SparseMlaTensors& tensors);
+  Outputs run_by(Runner runner);
   /// One head of every row as a problem of its own.
   Outputs run_head(const Options& options, int64_t head);
   /// The same with the keys of the page table of the second cache as lists.
@@ -156,6 +159,7 @@ class SparseMlaCase {
   SparseMlaTensors tensors(int64_t begin, int64_t end, Buffers& buffers) const;
   static Outputs run(const SparseMlaProblem& problem, const SparseMlaTensors& tensors,
                      const Options& options, int threads);
+  static Outputs outputs_of(const SparseMlaTensors& tensors);
   void build_cache(Cache& cache, const CacheSpec& spec, Rng& rng);
   void build_lists(Cache& cache, Rng& rng);
   void build_table(Cache& cache, Rng& rng);

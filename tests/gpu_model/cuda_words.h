@@ -1,0 +1,62 @@
+#pragma once
+
+#include <cmath>
+
+#include "tests/gpu_model/gpu_model.h"
+
+// The words of CUDA C++ that kernels use, for a host compiler. Included before everything else.
+// NOLINTBEGIN
+#define cuda cuda_model  // namespace: nothing of the library's own
+#define __device__
+#define __host__
+#define __global__
+#define __forceinline__ inline
+#define __noinline__
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __shared__
+#define __align__(bytes) __attribute__((aligned(bytes)))
+#define threadIdx (fovea::test::gpu::lane().thread)
+#define blockIdx (fovea::test::gpu::lane().block)
+
+using dim3 = fovea::test::gpu::Dim;
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float __uint_as_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+inline uint32_t __float_as_uint(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+using std::isnan;
+
+inline void __syncthreads() { fovea::test::gpu::wait_block(0, 0); }
+inline void __syncwarp() { fovea::test::gpu::wait_warp(); }
+inline float __shfl_xor_sync(uint32_t, float value, unsigned mask) {
+  return fovea::test::gpu::Exchange<float>(value).from(threadIdx.x % 32 ^ mask);
+}
+inline uint32_t __ballot_sync(uint32_t, bool value) {
+  const fovea::test::gpu::Exchange<bool> shown(value);
+  uint32_t bits = 0;
+  for (unsigned i = 0; i < 32; ++i) bits |= static_cast<uint32_t>(shown.from(i)) << i;
+  return bits;
+}
+inline bool __all_sync(uint32_t mask, bool value) { return __ballot_sync(mask, value) == ~0u; }
+// NOLINTEND

@@ -1,0 +1,79 @@
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <stdexcept>
+#include <vector>
+
+/// A model of a GPU on the host, for kernels that no GPU is at hand for: a block's threads are
+/// fibers of one thread that change at barriers, in an order that the seed shuffles; copies arrive
+/// as late as they may; tensor cores work lane by lane with the layout of fragments that PTX
+/// describes. The headers below src/core/cuda beside this file stand for those of the library.
+///
+/// It finds wrong addresses, masks, lane maps, barriers that some threads miss, copies that nobody
+/// waits for and alignment that a GPU needs. It knows nothing of time, and races only as far as
+/// shuffling the threads shows them.
+namespace fovea::test::gpu {
+
+struct Dim {
+  unsigned x = 1, y = 1, z = 1;
+  Dim(unsigned x_, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}  // NOLINT: as dim3
+  Dim() = default;
+};
+
+/// What a thread that runs is.
+struct Lane {
+  Dim thread, block;
+};
+const Lane& lane();
+
+/// Waits until `threads` threads have come to barrier 0..15 of the block; 0: all of the block.
+void wait_block(int barrier, int threads);
+/// The same for the lanes of a warp.
+void wait_warp();
+
+/// What a lane shows to its warp.
+inline constexpr int kExchangeBytes = 64;
+unsigned char (*exchange_slots())[kExchangeBytes];  // those of the next exchange, [32]
+/// Shows `value` to the warp; from() reads that of a lane until the next exchange.
+template <class T>
+class Exchange {
+ public:
+  static_assert(sizeof(T) <= kExchangeBytes);
+  explicit Exchange(const T& value) : slots_(exchange_slots()) {
+    std::memcpy(slots_[lane().thread.x % 32], &value, sizeof(T));
+    wait_warp();
+  }
+  T from(unsigned other) const {
+    T value;
+    std::memcpy(&value, slots_[other], sizeof(T));
+    return value;
+  }
+
+ private:
+  unsigned char (*slots_)[kExchangeBytes];
+};
+
+/// A copy into shared memory that the thread has started.
+void start_copy(void* to, const void* from, int bytes, bool present);
+void finish_copies();
+
+/// Runs every block of a grid, threads x blocks; throws std::logic_error when its threads wait for
+/// ever or leave copies behind.
+void run_grid(const Dim& grid, const Dim& block, const std::function<void()>& kernel);
+
+/// What the modelled device has, and the order of its threads; tests change them.
+struct Settings {
+  int num_sms = 132;
+  int64_t max_shared_bytes = 232448;
+  unsigned seed = 1;
+};
+Settings& settings();
+
+/// Throws std::logic_error unless `bytes` divide the address.
+void need_alignment(const void* address, uintptr_t bytes);
+
+}  // namespace fovea::test::gpu

@@ -1,0 +1,10 @@
+#pragma once
+
+#include "tests/gpu_model/cuda_words.h"
+
+// Model of src/core/cuda/arithmetic.cuh.
+namespace fovea::internal::cuda {
+
+inline float exp2_fast(float x) { return exp2f(x); }
+
+}  // namespace fovea::internal::cuda

@@ -1,0 +1,20 @@
+#pragma once
+
+#include "tests/gpu_model/cuda_words.h"
+
+// Model of src/core/cuda/vector_io.cuh.
+namespace fovea::internal::cuda {
+
+template <bool kAligned>
+float load_float(const uint8_t* from) {
+  if (kAligned) test::gpu::need_alignment(from, 4);
+  float value;
+  std::memcpy(&value, from, 4);
+  return value;
+}
+
+inline bool is_aligned(const void* data, uintptr_t bytes) {
+  return reinterpret_cast<uintptr_t>(data) % bytes == 0;
+}
+
+}  // namespace fovea::internal::cuda
