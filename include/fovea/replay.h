@@ -92,8 +92,8 @@ struct ReplayOptions {
   int64_t check_rows = 0;      ///< Rows to recompute in fp64; 0: none.
   std::string implementation;  ///< Forces one implementation for every operator that has it.
   std::optional<ThroughputLimits> ceilings;  ///< Of this machine, for roofline shares.
-  /// Fault injection for tests: "", "page", "snapshot" (kimi-linear) or "launch:N"
-  /// (docs/testing.md).
+  /// Fault injection for tests: "", "page", "snapshot" (kimi-linear), "window" (deepseek-v4) or
+  /// "launch:N" (docs/testing.md).
   std::string inject;
 };
 

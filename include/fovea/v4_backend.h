@@ -66,9 +66,9 @@ struct V4Batch {
   /// Layers of ratio > 0: the compressor states are read in in_slot and left in out_slot.
   ConstTensorView in_slot;   ///< i32 [R]; outside the states: nothing is read
   ConstTensorView out_slot;  ///< i32 [R]; absent: in_slot. Outside the states: a padded request
-  /// kExtend, kMixed: the state behind row snapshot_pos (0: before the first) of request
-  /// snapshot_seq becomes a copy in snapshot_slot. What is out of range writes nothing. Not of
-  /// layers in the online form.
+  /// kExtend, kMixed, ratio 4: the state behind row snapshot_pos (0: before the first) of request
+  /// snapshot_seq becomes a copy in snapshot_slot. What is out of range writes nothing. A layer of
+  /// ratio 128 has none: it resumes at multiples of 128, where a group starts and needs no state.
   ConstTensorView snapshot_seq;  ///< optional i32 [M], M <= max_requests + max_rows
   ConstTensorView snapshot_pos;
   ConstTensorView snapshot_slot;

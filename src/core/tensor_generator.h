@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "fovea/dtype.h"
 
@@ -34,6 +35,13 @@ enum class TensorKind : uint8_t {
   kDtBias,
   kMsaK,  ///< Keys of block-sparse attention, KV heads x D; kQ is then heads x D.
   kMsaV,
+  kCompressGate,  ///< Values and logits of a compressor of DeepSeek-V4, and of its indexer's.
+  kIndexCompressGate,
+  kApe,  ///< Of the compressors: per layer, token id 0, as the rest.
+  kIndexApe,
+  kCompressNorm,
+  kIndexCompressNorm,
+  kSink,
 };
 
 /// One stream of values.
@@ -63,8 +71,15 @@ void generate_noise_around(const TensorStream& stream, const NoiseAround& around
 /// code is tested against.
 void generate_noise_ref(const TensorStream& stream, int64_t first_channel, std::span<float> values);
 
-/// Rows of a rotary table: n/2 cosines, then n/2 sines of position * 10000^(-2i/n). Computed with
-/// +, *, / and rounding of doubles only (no libm), so that it is equal on every platform.
+/// base^(-i/pairs) for i = 0..pairs-1, pairs a power of two.
+std::vector<double> rotary_frequencies(double base, int64_t pairs);
+
+/// Rows of a rotary table: n cosines, then n sines of position * frequencies[i]. This and the
+/// frequencies are computed with +, *, /, sqrt and rounding of doubles only (no libm), so that they
+/// are equal on every platform.
+void generate_cos_sin(std::span<const double> frequencies, int64_t num_positions, float* table);
+
+/// The same with the frequencies of base 10000.
 void generate_cos_sin(int64_t num_positions, int64_t rope_dim, float* table);
 
 }  // namespace fovea::internal

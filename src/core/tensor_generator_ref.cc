@@ -48,24 +48,29 @@ void series(double x, double* cosine, double* sine) {
 
 }  // namespace
 
-void generate_cos_sin(int64_t num_positions, int64_t rope_dim, float* table) {
-  constexpr double kTwoPi = 6.283185307179586476925;
-  const int64_t pairs = rope_dim / 2;
+std::vector<double> rotary_frequencies(double base, int64_t pairs) {
   FOVEA_DCHECK((pairs & (pairs - 1)) == 0);
+  std::vector<double> frequencies(static_cast<size_t>(pairs), 1.0);
+  for (int64_t i = 0; i < pairs; ++i) {
+    // base^(-i/pairs) is the product of the roots base^(-1/2), base^(-1/4), ... that the binary
+    // digits of i/pairs name; the square root of IEEE is exact to the last bit everywhere.
+    double factor = 1 / base;
+    for (int64_t digit = pairs / 2; digit >= 1; digit /= 2) {
+      factor = std::sqrt(factor);
+      if ((i & digit) != 0) frequencies[static_cast<size_t>(i)] *= factor;
+    }
+  }
+  return frequencies;
+}
+
+void generate_cos_sin(std::span<const double> frequencies, int64_t num_positions, float* table) {
+  constexpr double kTwoPi = 6.283185307179586476925;
+  const auto pairs = static_cast<int64_t>(frequencies.size());
   ParallelFor(num_positions, 64, [&](int64_t begin, int64_t end, int) {
     for (int64_t p = begin; p < end; ++p) {
-      float* row = table + p * rope_dim;
+      float* row = table + p * 2 * pairs;
       for (int64_t i = 0; i < pairs; ++i) {
-        // 10000^(-i/pairs) is the product of the roots 10000^(-1/2), 10000^(-1/4), ... that the
-        // binary digits of i/pairs name; the square root of IEEE is exact to the last bit
-        // everywhere.
-        double frequency = 1;
-        double factor = 1e-4;
-        for (int64_t digit = pairs / 2; digit >= 1; digit /= 2) {
-          factor = std::sqrt(factor);
-          if ((i & digit) != 0) frequency *= factor;
-        }
-        const double angle = static_cast<double>(p) * frequency;
+        const double angle = static_cast<double>(p) * frequencies[static_cast<size_t>(i)];
         const double reduced = angle - kTwoPi * std::nearbyint(angle / kTwoPi);
         double cosine, sine;
         series(reduced, &cosine, &sine);
@@ -74,6 +79,10 @@ void generate_cos_sin(int64_t num_positions, int64_t rope_dim, float* table) {
       }
     }
   });
+}
+
+void generate_cos_sin(int64_t num_positions, int64_t rope_dim, float* table) {
+  generate_cos_sin(rotary_frequencies(10000, rope_dim / 2), num_positions, table);
 }
 
 }  // namespace fovea::internal

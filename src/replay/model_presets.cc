@@ -9,13 +9,15 @@
 #include "src/replay/dsa_model.h"
 #include "src/replay/kimi_model.h"
 #include "src/replay/msa_model.h"
+#include "src/replay/v4_model.h"
 
 namespace fovea {
 namespace internal {
 namespace {
 
 const std::vector<ModelSpec>& presets() {
-  static const std::vector<ModelSpec> models = {deepseek_v32(), kimi_linear(), minimax_m3()};
+  static const std::vector<ModelSpec> models = {deepseek_v32(), deepseek_v4_flash(),
+                                                deepseek_v4_pro(), kimi_linear(), minimax_m3()};
   return models;
 }
 

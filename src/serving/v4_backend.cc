@@ -264,7 +264,7 @@ void V4Backend::State::compress(const V4Step& step, const V4Compress& plan,
     move_states(states);
   } else {
     if (step.batch.out_slot.defined()) move_states(states);
-    if (!is_online(plan)) take_snapshots(step, compressor);
+    if (plan.problem().ratio == kCsaRatio) take_snapshots(step, compressor);
   }
   run_compressor(step, plan, compressor, cos_sin, states, step.fields.row_to_request);
 }
@@ -368,7 +368,7 @@ void V4Backend::State::forward(const V4Step& step, int64_t ratio, const V4Forwar
      : step.sees_all      ? routes.all
                           : routes.selected);
   const ConstTensorView& snapshots = step.batch.snapshot_seq;
-  if (ratio > 0 && snapshots.defined() && snapshots.shape[0] > 0) ++routes.snapshot;
+  if (ratio == kCsaRatio && snapshots.defined() && snapshots.shape[0] > 0) ++routes.snapshot;
 }
 
 void V4Backend::State::commit(const V4Step& step, int64_t ratio, const V4ForwardTensors& tensors,

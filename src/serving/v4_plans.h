@@ -14,20 +14,13 @@
 #include "fovea/v4_backend.h"
 #include "src/serving/dsa_profile.h"
 #include "src/serving/operator_options.h"
+#include "src/serving/v4_shapes.h"
 
 /// The operators of a V4Backend, planned from its configuration.
 namespace fovea::internal {
 
 inline constexpr char kV4Op[] = "v4_backend";
-inline constexpr int64_t kCsaRatio = 4;
-inline constexpr int64_t kHcaRatio = 128;
-inline constexpr int64_t kV4IndexDim = 128;
 inline constexpr int64_t kV4RopeWidth = 64;
-
-/// c * d: channels of a compressor's values.
-inline int64_t compressor_channels(int64_t ratio, int64_t head_dim) {
-  return (ratio == kCsaRatio ? 2 : 1) * head_dim;
-}
 
 /// Throws Error naming the field.
 void check_v4_config(const V4BackendConfig& config);

@@ -223,6 +223,24 @@ class RunTest(ReplayTest):
         _, text = replay("--inject", "page", code=1)
         self.assertRegex(text, r"MISMATCH +request \d+, position \d+, layer \d+ \((sparse|dense)\), msa_")
 
+    def test_deepseek_v4_shares_windows_and_finds_a_stale_one(self):
+        path = self.folder / "out.json"
+        shape = ("--model", "deepseek-v4-flash", "--token-scale", 4, "--page", 128, "--topk", 8, "--tp", 64, "--check", 20, "--max-batch", 2, "--json", path)
+        digests = set()
+        for options in ((), ("--draft-tokens", 2)):
+            result = self.fovea("replay", self.folder / "trace.jsonl", *shape, *options)
+            self.expect(result, 0)
+            facts = json.loads(path.read_text())
+            self.assertEqual(facts["check"]["mismatches"], 0)
+            self.assertGreater(facts["cache"]["hit_tokens"], 0)
+            digests.add((facts["digest"]["selection"], facts["digest"]["output"]))
+            for fragment in ("v4_compress", "index_select", "swa", "csa", "hca"):
+                self.assertIn(fragment, result.stdout)
+        self.assertEqual(len(digests), 1)
+        result = self.fovea("replay", self.folder / "trace.jsonl", *shape, "--inject", "window")
+        self.expect(result, 1)
+        self.assertRegex(result.stdout, r"MISMATCH +request \d+, position \d+, layer 0 \(swa\), sparse_mla: output")
+
     def test_a_request_larger_than_the_cache_is_rejected(self):
         facts, result = self.replay("--cache-tokens", 24)
         self.assertEqual(facts["requests"]["completed"] + facts["requests"]["rejected"], 6)
