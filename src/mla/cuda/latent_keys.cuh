@@ -379,8 +379,9 @@ __device__ void load_keys(const RowLayout& layout, const uint8_t* const* rows,
   }
 }
 
-// Queries of `heads` heads of row t, zeros past them.
-template <int kHeads, int kHeadDim>
+// Queries of `heads` heads of row t, zeros past them. With kWaits they are there after a barrier,
+// otherwise after wait_for_copies and a barrier.
+template <bool kWaits = true, int kHeads, int kHeadDim>
 __device__ void load_queries(const Queries& queries, int64_t t, int64_t first_head, int heads,
                              SharedMemory<kHeads, kHeadDim>& shared) {
   const int64_t start = t * queries.row_stride + first_head * queries.head_stride;
@@ -390,7 +391,7 @@ __device__ void load_queries(const Queries& queries, int64_t t, int64_t first_he
       const int head = i / (kHeadDim / 8), d = i % (kHeadDim / 8) * 8;
       cuda::copy_async<16>(&shared.q[head][d], from + head * queries.head_stride + d, true);
     }
-    cuda::wait_for_copies();
+    if constexpr (kWaits) cuda::wait_for_copies();
   } else {
 #pragma unroll 1
     for (int i = threadIdx.x; i < heads * kHeadDim; i += kThreads) {

@@ -314,9 +314,10 @@ __device__ __forceinline__ void attend_blocks(const Keys& keys, bool ring, int64
       if (finds(block)) keys.scales.of_key[key] = joined_scales(keys.layout(block), asked);
     }
   };
+  AskedScales first_asked;
   for (int64_t block = begin_block; block < begin_block + 2; ++block) {
     if (finds(block)) set_row(block, keys.place(block, key));
-    if (block == begin_block) keep(block, ask(block));
+    if (block == begin_block) first_asked = ask(block);
   }
   __syncthreads();
   int first = 0;  // row of the ring where the tile starts
@@ -325,6 +326,7 @@ __device__ __forceinline__ void attend_blocks(const Keys& keys, bool ring, int64
   } else {
     stage(begin_block);
   }
+  keep(begin_block, first_asked);
   for (int64_t block = begin_block; block < end_block; ++block) {
     const uint8_t* const* const rows = shared.rows[block % 3];
     const uint8_t* const* const next_rows = shared.rows[(block + 1) % 3];

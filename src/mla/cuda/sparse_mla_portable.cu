@@ -67,6 +67,7 @@ struct ExtendedParams {
 
 // The slots of one row.
 struct RowSlots {
+  static constexpr bool kIsExtended = false;
   static constexpr bool kHasScales = false;
   const Params& params;
   const RowParts& parts;
@@ -91,6 +92,7 @@ struct RowSlots {
 // The same in extended kernels. Only rows of 512 channels have scales apart from them.
 template <int kHeadDim>
 struct ExtendedSlots {
+  static constexpr bool kIsExtended = true;
   static constexpr bool kHasScales = kHeadDim == kLatentDim;
   const ExtendedParams& extended;
   const RowParts& parts;
@@ -141,9 +143,15 @@ __device__ __forceinline__ void attend_part(const Params& params, const BlockWor
   if (work.part >= parts.num_parts && work.part > 0) return;
   const int64_t begin_block = parts.num_parts > 0 ? parts.first_block(work.part) : 0;
   const int64_t end_block = parts.num_parts > 0 ? parts.first_block(work.part + 1) : 0;
-  load_queries(params.queries, work.t, first_head,
-               static_cast<int>(num_heads - first_head < kHeads ? num_heads - first_head : kHeads),
-               shared);
+  const int heads =
+      static_cast<int>(num_heads - first_head < kHeads ? num_heads - first_head : kHeads);
+  if constexpr (Slots::kIsExtended) {
+    // They come while the first keys are looked up.
+    if (begin_block < end_block)
+      load_queries<false>(params.queries, work.t, first_head, heads, shared);
+  } else {
+    load_queries(params.queries, work.t, first_head, heads, shared);
+  }
   clear_state(shared);
   Values<kHeads> values = {};
   attend_blocks(slots, params.ring, begin_block, end_block, params.scores, shared, values);
