@@ -1,0 +1,62 @@
+"""What this build and machine can do."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from . import _native
+
+
+class Implementation(NamedTuple):
+    """One implementation of an operator."""
+
+    name: str
+    device: str
+    available: bool
+    reason: str
+
+
+def operators() -> list[str]:
+    """Names of the operators that the package calls, sorted."""
+    return _native.callable_operators()
+
+
+def implementations(op: str) -> list[Implementation]:
+    """Implementations of the operator ``op``, best first, ``ref`` last.
+
+    ``device`` is "cpu" or "cuda", ``reason`` says why one that is not ``available`` cannot run here. Empty for an
+    operator that does not exist, and for a function of host values, which has no implementations to choose from.
+    """
+    return [Implementation(*entry) for entry in _native.implementations(op)]
+
+
+def available(op: str, device: Any = "cpu") -> tuple[bool, str]:
+    """Whether the operator ``op`` can run on ``device`` ("cpu", "cuda", "cuda:1", a torch.device), and if not, why.
+
+    Never raises.
+    """
+    try:
+        name, where = str(op), str(device)
+        if name not in _native.callable_operators():
+            return False, f"there is no operator '{name}'"
+        _native.check_device(where)
+        kind = where.split(":")[0]
+        entries = implementations(name)
+        if not entries and kind == "cpu":
+            return True, ""
+        on_device = [entry for entry in entries if entry.device == kind]
+        if any(entry.available for entry in on_device):
+            return True, ""
+        return False, next((entry.reason for entry in on_device), f"{name} has no implementation for {kind}")
+    except Exception as error:  # an unknown device, or whatever str() of an argument does
+        return False, str(error)
+
+
+def set_num_threads(threads: int) -> None:
+    """Bounds the threads of every later call on the CPU; 0: every hardware thread. Changes no result."""
+    _native.set_num_threads(threads)
+
+
+def get_num_threads() -> int:
+    """What :func:`set_num_threads` was given; 0 at first."""
+    return _native.num_threads()

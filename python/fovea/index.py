@@ -1,0 +1,227 @@
+"""The lightning indexer: quantise, score, select."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Optional
+
+from ._call import Out, Tensor, call
+
+
+class QuantizedIndex(NamedTuple):
+    """Results of :func:`index_quantize`."""
+
+    q_fp8: Tensor
+    q_scale: Tensor
+    k_fp8: Tensor
+    k_scale: Tensor
+    head_weight: Tensor
+
+
+def index_quantize(
+    q: Tensor,
+    k: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    head_gate: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    rope_style: str,
+    scale_mode: str,
+    *,
+    hadamard: bool = False,
+    impl: Optional[str] = None,
+    out: Out = None,
+    stream: Optional[int] = None,
+) -> QuantizedIndex:
+    """LayerNorm of the key, rope, optional Hadamard rotation and fp8 quantisation of the indexer's inputs.
+
+    Args:
+        q: bf16 [T, Hi, Di].
+        k: bf16 [T, Di], before the LayerNorm.
+        norm_weight, norm_bias: f32 [Di].
+        head_gate: f32 [T, Hi].
+        positions: i32 [T].
+        cos_sin: f32 [max_pos, rope]: rope/2 cosines, then the sines.
+        rope_style: "half_split" (DeepSeek-V3.2) or "interleaved".
+        scale_mode: "fp32" or "pow2".
+        hadamard: rotate queries and keys.
+
+    Returns:
+        q_fp8 u8 [T, Hi, Di] (e4m3), q_scale f32 [T, Hi], k_fp8 u8 [T, Di], k_scale f32 [T] and head_weight f32 [T, Hi]
+        = head_gate * Hi^-1/2 * Di^-1/2 * q_scale.
+
+    Raises:
+        InvalidArgument: types, shapes, parameters outside their range.
+    """
+    tensors = {
+        "q": q,
+        "k": k,
+        "norm_weight": norm_weight,
+        "norm_bias": norm_bias,
+        "head_gate": head_gate,
+        "positions": positions,
+        "cos_sin": cos_sin,
+    }
+    params = {"rope_style": rope_style, "scale_mode": scale_mode, "hadamard": hadamard}
+    return QuantizedIndex(*call("index_quantize", QuantizedIndex._fields, tensors, params, out, impl, stream))
+
+
+def index_logits(
+    q_fp8: Tensor,
+    head_weight: Tensor,
+    layout: str,
+    *,
+    k_fp8: Optional[Tensor] = None,
+    k_scale: Optional[Tensor] = None,
+    k_start: Optional[Tensor] = None,
+    k_end: Optional[Tensor] = None,
+    index_pool: Optional[Tensor] = None,
+    page_table: Optional[Tensor] = None,
+    row_to_request: Optional[Tensor] = None,
+    row_len: Optional[Tensor] = None,
+    schedule: Optional[Tensor] = None,
+    page_size: Optional[int] = None,
+    impl: Optional[str] = None,
+    out: Out = None,
+    stream: Optional[int] = None,
+) -> Tensor:
+    """Indexer logits: k_scale[j] * sum_h head_weight[t, h] * max(0, <q_fp8[t, h], k_fp8[j]>).
+
+    Args:
+        q_fp8: u8 [T, Hi, Di], e4m3.
+        head_weight: f32 [T, Hi].
+        layout: "ragged" (keys in one array) or "paged" (keys in the index cache).
+        k_fp8, k_scale: u8 [S, Di], f32 [S] (ragged).
+        k_start, k_end: i32 [T]: row t scores keys k_start..k_end-1 (ragged).
+        index_pool: u8 [pages, page_bytes], i132 rows (paged).
+        page_table: i32 [R, max_pages] (paged).
+        row_to_request, row_len: i32 [T] (paged).
+        schedule: i32 [workers+1, 2] of :func:`paged_schedule`; changes no result (paged).
+        page_size: tokens per page, 1..256 (paged).
+
+    Returns:
+        f32 [T, W], column = position - k_start; columns outside a row are unspecified. Without ``out`` W is what a row
+        can reach: S, or max_pages * page_size. In an ``out`` of another width longer rows are cut.
+
+    Raises:
+        InvalidArgument: types, shapes, parameters outside their range.
+    """
+    tensors = {
+        "q_fp8": q_fp8,
+        "head_weight": head_weight,
+        "k_fp8": k_fp8,
+        "k_scale": k_scale,
+        "k_start": k_start,
+        "k_end": k_end,
+        "index_pool": index_pool,
+        "page_table": page_table,
+        "row_to_request": row_to_request,
+        "row_len": row_len,
+        "schedule": schedule,
+    }
+    params = {"layout": layout, "page_size": page_size}
+    return call("index_logits", ("logits",), tensors, params, out, impl, stream)
+
+
+def topk_select(
+    logits: Tensor,
+    row_len: Tensor,
+    topk: int,
+    *,
+    row_start: Optional[Tensor] = None,
+    page_table: Optional[Tensor] = None,
+    token_table: Optional[Tensor] = None,
+    row_to_request: Optional[Tensor] = None,
+    row_offset: Optional[Tensor] = None,
+    transform: str = "local",
+    page_size: Optional[int] = None,
+    impl: Optional[str] = None,
+    out: Out = None,
+    stream: Optional[int] = None,
+) -> Tensor:
+    """The positions of the ``topk`` largest logits of every row: ascending, then -1; ties go to the smaller position.
+
+    Exact for any bits: -0 equals +0, NaN ranks below -infinity. A row of at most ``topk`` columns selects all of them.
+
+    Args:
+        logits: f32 [T, W].
+        row_len: i32 [T]: columns of each row, cut to W.
+        topk: K >= 0.
+        row_start: i32 [T]: first column of each row; positions count from it.
+        page_table: i32 [R, max_pages] with ``page_size`` (paged).
+        token_table: i32 [R, max_len], instead of ``page_table`` (paged).
+        row_to_request: i32 [T] (paged; with ``token_table`` None means row t).
+        row_offset: i32 [T] (ragged).
+        transform: what an index is: "local" the position, "paged" its slot, "ragged" position + row_offset.
+        page_size: tokens per page.
+
+    Returns:
+        i32 [T, topk].
+
+    Raises:
+        InvalidArgument: types, shapes, parameters outside their range.
+    """
+    tensors = {
+        "logits": logits,
+        "row_len": row_len,
+        "row_start": row_start,
+        "page_table": page_table,
+        "token_table": token_table,
+        "row_to_request": row_to_request,
+        "row_offset": row_offset,
+    }
+    params = {"topk": topk, "transform": transform, "page_size": page_size}
+    return call("topk_select", ("indices",), tensors, params, out, impl, stream)
+
+
+def index_select(
+    q_fp8: Tensor,
+    head_weight: Tensor,
+    layout: str,
+    topk: int,
+    *,
+    k_fp8: Optional[Tensor] = None,
+    k_scale: Optional[Tensor] = None,
+    k_start: Optional[Tensor] = None,
+    k_end: Optional[Tensor] = None,
+    index_pool: Optional[Tensor] = None,
+    page_table: Optional[Tensor] = None,
+    token_table: Optional[Tensor] = None,
+    row_to_request: Optional[Tensor] = None,
+    row_len: Optional[Tensor] = None,
+    row_offset: Optional[Tensor] = None,
+    schedule: Optional[Tensor] = None,
+    transform: str = "local",
+    page_size: Optional[int] = None,
+    impl: Optional[str] = None,
+    out: Out = None,
+    stream: Optional[int] = None,
+) -> Tensor:
+    """:func:`index_logits` and :func:`topk_select` in one, bit for bit, without the logits of the batch in memory.
+
+    Arguments are those of the two; ``page_table``, ``row_to_request`` and ``page_size`` serve layout and transform. In
+    the ragged layout a row has k_end - k_start keys, and ``row_len`` is left out.
+
+    Returns:
+        i32 [T, topk].
+
+    Raises:
+        InvalidArgument: types, shapes, parameters outside their range.
+    """
+    tensors = {
+        "q_fp8": q_fp8,
+        "head_weight": head_weight,
+        "k_fp8": k_fp8,
+        "k_scale": k_scale,
+        "k_start": k_start,
+        "k_end": k_end,
+        "index_pool": index_pool,
+        "page_table": page_table,
+        "token_table": token_table,
+        "row_to_request": row_to_request,
+        "row_len": row_len,
+        "row_offset": row_offset,
+        "schedule": schedule,
+    }
+    params = {"layout": layout, "topk": topk, "transform": transform, "page_size": page_size}
+    return call("index_select", ("indices",), tensors, params, out, impl, stream)

@@ -1,0 +1,165 @@
+// The native part of the Python package: calls operators by name. What users see is python/fovea.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <atomic>
+#include <exception>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fovea/call_operator.h"
+#include "fovea/error.h"
+#include "fovea/implementation.h"
+#include "fovea/version.h"
+#include "python/src/python_call_tensors.h"
+
+namespace nb = nanobind;
+
+namespace fovea::python {
+namespace {
+
+// Threads of calls on the CPU; 0: every hardware thread.
+std::atomic<int> num_threads{0};
+
+[[noreturn]] void refuse_param(const std::string& label, nb::handle value) {
+  throw Error(ErrorCode::kInvalidArgument, label + " is of type " + Py_TYPE(value.ptr())->tp_name +
+                                               ", expected a number, a flag or a word");
+}
+
+// A flag, an integer, a number or a word; numpy's scalars count as numbers.
+Json to_json(const std::string& label, nb::handle value) {
+  PyObject* object = value.ptr();
+  if (PyBool_Check(object)) return Json(object == Py_True);
+  if (PyUnicode_Check(object)) return Json(nb::cast<std::string>(value));
+  if (PyIndex_Check(object) != 0) {
+    const nb::object integer = nb::steal(PyNumber_Index(object));
+    if (!integer.is_valid()) {
+      PyErr_Clear();
+      refuse_param(label, value);
+    }
+    int overflow = 0;
+    const long long number = PyLong_AsLongLongAndOverflow(integer.ptr(), &overflow);
+    if (overflow != 0) {
+      throw Error(ErrorCode::kInvalidArgument, label + " is beyond 64 bits");
+    }
+    return Json(static_cast<int64_t>(number));
+  }
+  const double number = PyFloat_AsDouble(object);
+  if (number == -1.0 && PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    refuse_param(label, value);
+  }
+  if (!(number - number == 0)) {
+    throw Error(ErrorCode::kInvalidArgument, label + " is not finite");
+  }
+  return Json(number);
+}
+
+Json to_params(const std::string& op, const nb::dict& params) {
+  Json result = Json::object();
+  for (const auto& [key, value] : params) {
+    if (value.is_none()) continue;
+    const auto name = nb::cast<std::string>(key);
+    result.set(name, to_json(op + ": " + name, value));
+  }
+  return result;
+}
+
+// What call() returns: results by name, what was not used, the implementation.
+nb::tuple call(const std::string& op, nb::dict tensors, nb::dict params, nb::dict out,
+               nb::sequence unwanted, nb::object impl, nb::object stream) {
+  PythonCallTensors bound(op, std::move(tensors), std::move(out), std::move(unwanted),
+                          std::move(stream));
+  Options options;
+  if (!impl.is_none()) options.implementation = nb::cast<std::string>(impl);
+  const CallOutcome outcome =
+      call_operator(op, bound, to_params(op, params), bound.device(num_threads), options);
+  return nb::make_tuple(bound.results(), outcome.notes, outcome.implementation.name);
+}
+
+// One operator's implementations: name, device, whether it can run here, why not.
+nb::list implementations(const std::string& op) {
+  nb::list result;
+  for (const OperatorInfo& info : operators()) {
+    if (info.name != op) continue;
+    for (const ImplementationInfo& entry : info.implementations) {
+      result.append(nb::make_tuple(entry.name, entry.device == DeviceKind::kCpu ? "cpu" : "cuda",
+                                   entry.available, entry.reason));
+    }
+  }
+  return result;
+}
+
+void set_num_threads(int threads) {
+  Device::cpu(threads);  // refuses a negative number
+  num_threads = threads;
+}
+
+// Whether a device exists; Error says why not.
+void check_device(const std::string& device) { parse_device(device); }
+
+// Exception classes by the word of the error code, then the base class.
+struct ErrorClasses {
+  std::vector<std::pair<std::string, nb::object>> classes;
+  nb::object base;
+};
+
+// Never destroyed: exceptions may be thrown while the interpreter ends.
+ErrorClasses& error_classes() {
+  static auto* classes = new ErrorClasses;
+  return *classes;
+}
+
+void register_errors(nb::dict classes, nb::object base) {
+  ErrorClasses& known = error_classes();
+  known.classes.clear();
+  for (const auto& [code, type] : classes) {
+    known.classes.emplace_back(nb::cast<std::string>(code), nb::borrow(type));
+  }
+  known.base = std::move(base);
+}
+
+void translate(const std::exception_ptr& pointer, void* /*unused*/) {
+  try {
+    std::rethrow_exception(pointer);
+  } catch (const Error& error) {
+    const std::string code(to_string(error.code()));
+    PyObject* type =
+        error_classes().base.is_valid() ? error_classes().base.ptr() : PyExc_RuntimeError;
+    for (const auto& [word, entry] : error_classes().classes) {
+      if (word == code) type = entry.ptr();
+    }
+    PyErr_SetString(type, error.what());
+  }
+}
+
+}  // namespace
+}  // namespace fovea::python
+
+NB_MODULE(_native, module) {
+  using namespace fovea::python;  // NOLINT: the module's functions
+  nb::register_exception_translator(translate);
+  // Error classes and the operators' results outlive the module in references of the user.
+  nb::set_leak_warnings(false);
+  module.doc() = "Native part of fovea: operators by name. Use the functions of the package.";
+  module.def(
+      "version", [] { return std::string(fovea::version()); }, "major.minor.patch");
+  module.def("register_errors", &register_errors, nb::arg("classes"), nb::arg("base"),
+             "Sets the exception classes by error code, and the class of every other code.");
+  module.def("call", &call, nb::arg("op"), nb::arg("tensors"), nb::arg("params"), nb::arg("out"),
+             nb::arg("unwanted"), nb::arg("impl").none(), nb::arg("stream").none(),
+             "Runs an operator: (results by name, notes, implementation).");
+  module.def("callable_operators", &fovea::callable_operators, "Names that call() knows.");
+  module.def("implementations", &implementations, nb::arg("op"),
+             "Implementations of an operator, best first: (name, device, available, reason).");
+  module.def("check_device", &check_device, nb::arg("device"),
+             "Raises, saying why, for a device that this build or machine lacks.");
+  module.def("set_num_threads", &set_num_threads, nb::arg("threads"),
+             "Threads of calls on the CPU; 0: every hardware thread.");
+  module.def(
+      "num_threads", [] { return num_threads.load(); }, "What set_num_threads() was given.");
+}

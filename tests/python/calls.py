@@ -1,0 +1,66 @@
+"""One small legal call of every operator: name -> keyword arguments."""
+
+import numpy as np
+
+from support import bf16
+
+
+def i32(values):
+    return np.array(values, np.int32)
+
+
+def cos_sin(rope, rows=16):
+    angles = np.arange(rows)[:, None] / np.arange(1, rope // 2 + 1)
+    return np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
+
+
+def legal_calls(seed=0):
+    rng = np.random.default_rng(seed)
+
+    def f32(*shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
+    def codes(*shape):
+        return rng.integers(0, 120, shape).astype(np.uint8)
+
+    batch = {"seq_len": i32([5, 3]), "pool_row": i32([0, 1]), "req_to_token": i32([range(8), range(8, 16)])}
+    indices = rng.integers(-1, 16, (3, 8)).astype(np.int32)
+    calls = {
+        "pack_rows": {"src": bf16(rng, 3, 576), "slots": i32([0, 5, -1]), "pool": codes(2, 4 * 656),
+                      "row_format": "v32", "page_size": 4},
+        "unpack_rows": {"pool": codes(2, 4 * 132), "slots": i32([0, 5, 99]), "row_format": "i132", "page_size": 4},
+        "move_rows": {"src_slots": i32([0, 1]), "dst_slots": i32([1, 0]), "pool": codes(2, 4 * 656),
+                      "row_format": "v32", "page_size": 4},
+        "metadata_refresh": {**batch, "mode": "extend", "topk": 4, "page_size": 4, "ext_len": i32([2, 3])},
+        "metadata_check": {**batch, "mode": "decode", "page_size": 4, "capacity": 16},
+        "paged_schedule": {"row_len": i32([1000, 300, 700]), "workers": 4},
+        "split_schedule": {"topk_length": i32([2048, 0, 64]), "parts": 4},
+        "context_split": {"seq_len": i32([1, 1, 3]), "ext_len": i32([1, 1, 3]), "ranks": 4, "rank": 0,
+                          "scheme": "round_robin"},
+        "index_quantize": {"q": bf16(rng, 3, 2, 128), "k": bf16(rng, 3, 128), "norm_weight": f32(128),
+                           "norm_bias": f32(128), "head_gate": f32(3, 2), "positions": i32([0, 5, 9]),
+                           "cos_sin": cos_sin(64), "rope_style": "half_split", "scale_mode": "fp32"},
+        "index_logits": {"q_fp8": codes(3, 2, 128), "head_weight": f32(3, 2), "layout": "paged",
+                         "index_pool": codes(4, 4 * 132), "page_table": i32([[1, 2], [3, 0]]),
+                         "row_to_request": i32([0, 0, 1]), "row_len": i32([7, 8, 3]), "page_size": 4},
+        "topk_select": {"logits": f32(3, 20), "row_len": i32([20, 3, 0]), "topk": 5},
+        "index_select": {"q_fp8": codes(3, 2, 128), "head_weight": f32(3, 2), "layout": "ragged", "topk": 4,
+                         "k_fp8": codes(9, 128), "k_scale": f32(9), "k_start": i32([0, 0, 4]),
+                         "k_end": i32([9, 2, 8])},
+        "sparse_mla": {"q": bf16(rng, 3, 2, 576), "kv": bf16(rng, 16, 576), "indices": indices, "softmax_scale": 0.1,
+                       "topk_length": i32([8, 3, 0]), "sink": f32(2)},
+        "dense_mla": {"q": bf16(rng, 3, 2, 576), "kv": bf16(rng, 3, 4, 1, 576), "page_table": i32([[1, 2], [0, 9]]),
+                      "kv_len": i32([7, 2]), "q_indptr": i32([0, 2, 3]), "softmax_scale": 0.1},
+        "mha_varlen": {"q": bf16(rng, 3, 2, 192), "k": bf16(rng, 5, 2, 192), "v": bf16(rng, 5, 2, 128),
+                       "q_indptr": i32([0, 2, 3]), "kv_indptr": i32([0, 3, 5]), "softmax_scale": 0.1},
+        "merge_lse": {"out_parts": f32(2, 3, 2, 8), "lse_parts": f32(2, 3, 2)},
+        "concat_absorbed_q": {"q_nope": bf16(rng, 3, 2, 512), "q_rope": bf16(rng, 3, 2, 64)},
+        "mla_rope_quantize": {"positions": i32([0, 5, 9]), "cos_sin": cos_sin(64), "rope_style": "interleaved",
+                              "q_nope": bf16(rng, 3, 2, 512), "q_rope": bf16(rng, 3, 2, 64),
+                              "k_nope": bf16(rng, 3, 512), "k_rope": bf16(rng, 3, 64)},
+        "swa_decode": {"q": bf16(rng, 3, 2, 512), "kv": bf16(rng, 16, 512), "swa_indices": indices,
+                       "swa_lens": i32([8, 3, 0]), "softmax_scale": 0.1, "window": 6},
+        "build_swa_indices": {"q_indptr": i32([0, 2, 3]), "kv_len": i32([5, 1]), "page_table": i32([[4, 2], [7, 0]]),
+                              "window": 3, "page_size": 4},
+    }  # fmt: skip
+    return calls

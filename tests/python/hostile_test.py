@@ -1,0 +1,140 @@
+"""Wrong calls of every kind end in an exception that names the operator, never in a crash; memory stays flat."""
+
+import gc
+import resource
+import unittest
+import warnings
+
+import numpy as np
+
+import fovea
+from calls import legal_calls
+from support import BF16, Case, Elsewhere
+
+TYPES = [np.float32, np.float64, np.float16, np.int32, np.int64, np.uint8, np.int8, np.uint16, np.bool_, BF16]
+NUMBERS = [-(2**63), -(2**31), -1, 0, 1, 3, 7, 64, 1000, 2**40, 2**63 - 1, 2**63, 2**90, 0.5, -0.0, 1e300, float("nan"),
+           float("inf")]  # fmt: skip
+THINGS = ["", "bf16", "v32", "paged", "cpu", b"", [], {}, object(), 1j, True, slice(1), np.dtype("f4"), range(3)]
+
+
+# Their contents say how large results are: any content would ask for any amount of memory.
+SIZES = {"build_swa_indices": ("q_indptr",), "metadata_refresh": ("seq_len", "ext_len")}
+
+
+def changed_tensor(rng, tensor, is_size):
+    """The same tensor made wrong, or only strange."""
+    kind = rng.integers(16)
+    if is_size and kind in (12, 13):
+        return rng.integers(-9, 99, tensor.shape).astype(np.int32)
+    if kind == 0:
+        return tensor.astype(TYPES[rng.integers(len(TYPES))])
+    if kind == 1:
+        return tensor[..., ::2] if tensor.ndim else tensor
+    if kind == 2:
+        return tensor[:0]
+    if kind == 3:
+        return tensor[None]
+    if kind == 4:
+        return tensor.reshape(-1)
+    if kind == 5:
+        return np.concatenate([tensor, tensor])
+    if kind == 6:
+        return tensor[:-1]
+    if kind == 7:
+        return tensor[..., :0]
+    if kind == 8:
+        return tensor[::-1]
+    if kind == 9:
+        return Elsewhere(tensor.view(np.uint16) if tensor.dtype == BF16 else tensor, (int(rng.integers(1, 4)), 0))
+    if kind == 10:
+        frozen = tensor.copy()
+        frozen.flags.writeable = False
+        return frozen
+    if kind == 11:  # as many rows as 64 bits of bytes hold, all of them the first
+        shape = (int(rng.choice([2**31, 2**33, 2**40])),) + tensor.shape[1:]
+        return np.lib.stride_tricks.as_strided(tensor, shape, (0,) + tensor.strides[1:])
+    if kind == 12:  # any content
+        noise = rng.integers(0, 256, tensor.nbytes, dtype=np.uint8)
+        return noise.view(tensor.dtype).reshape(tensor.shape)
+    if kind == 13 and tensor.dtype == np.int32:
+        return rng.choice([-(2**31), -1, 0, 5, 2**20, 2**31 - 1], tensor.shape).astype(np.int32)
+    if kind == 14:
+        return None
+    return THINGS[rng.integers(len(THINGS))]
+
+
+def changed(rng, value, is_size=False):
+    if isinstance(value, np.ndarray):
+        return changed_tensor(rng, value, is_size)
+    pool = NUMBERS if rng.integers(2) else THINGS
+    return pool[rng.integers(len(pool))]
+
+
+class HostileTest(Case):
+    def call(self, op, arguments):
+        try:
+            getattr(fovea, op)(**arguments)
+            return "done"
+        except fovea.Error as error:
+            self.assertIn(f"{op}: ", str(error))
+            self.assertIsInstance(error, (fovea.InvalidArgument, fovea.Unsupported, fovea.OutOfMemory))
+            return "refused"
+        except (TypeError, MemoryError):
+            return "refused by Python"
+
+    def run_calls(self, count, seed):
+        rng, legal = np.random.default_rng(seed), legal_calls(seed)
+        outcomes = {"done": 0, "refused": 0, "refused by Python": 0}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            while sum(outcomes.values()) < count:
+                for op in legal:
+                    arguments = dict(legal[op])
+                    for name in rng.choice(list(arguments), rng.integers(1, 3), replace=False):
+                        arguments[name] = changed(rng, arguments[name], name in SIZES.get(op, ()))
+                    if rng.integers(8) == 0:
+                        arguments["out"] = changed(rng, np.zeros((3, 5), np.int32))
+                    outcomes[self.call(op, arguments)] += 1
+        return outcomes
+
+    def test_legal_calls_run(self):
+        calls = legal_calls()
+        self.assertEqual(set(calls), set(fovea.operators()) & set(fovea.__all__))
+        for op, arguments in calls.items():
+            self.assertEqual(self.call(op, arguments), "done", op)
+
+    def test_ten_thousand_wrong_calls(self):
+        outcomes = self.run_calls(10000, seed=1)
+        self.assertGreater(outcomes["done"], 500, outcomes)
+        self.assertGreater(outcomes["refused"], 3000, outcomes)
+
+
+def resident_kib():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() // 1024
+
+
+class FullMemoryTest(Case):
+    def test_a_hundred_thousand_calls_keep_the_memory_flat(self):
+        legal = legal_calls()
+        wrong = {op: {**arguments, "impl": "none"} for op, arguments in legal.items() if op != "context_split"}
+
+        def calls(count):
+            while count > 0:
+                for op, arguments in legal.items():
+                    getattr(fovea, op)(**arguments)
+                for op, arguments in wrong.items():
+                    try:
+                        getattr(fovea, op)(**arguments)
+                    except fovea.InvalidArgument:
+                        pass
+                count -= len(legal) + len(wrong)
+            gc.collect()
+
+        calls(10000)
+        before = resident_kib()
+        calls(100000)
+        self.assertLess(resident_kib() - before, 1024)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,95 @@
+"""Helpers of the Python tests: inputs, formulas in fp64, tensors of a GPU that is not there."""
+
+import ctypes
+import unittest
+
+import ml_dtypes
+import numpy as np
+
+BF16 = ml_dtypes.bfloat16
+E4M3 = ml_dtypes.float8_e4m3fn
+
+
+def bf16(rng, *shape, scale=1.0):
+    return (rng.standard_normal(shape) * scale).astype(BF16)
+
+
+def f64(array):
+    return np.asarray(array).astype(np.float64)
+
+
+def e4m3_values(codes):
+    return codes.view(E4M3).astype(np.float64)
+
+
+def attend(scores, values):
+    """out and lse of one softmax over the last axis: scores [n], values [n, d]."""
+    if len(scores) == 0:
+        return np.zeros(values.shape[-1]), -np.inf
+    top = scores.max()
+    weights = np.exp(scores - top)
+    return weights @ values / weights.sum(), top + np.log(weights.sum())
+
+
+class Case(unittest.TestCase):
+    def assert_close(self, actual, expected, tolerance):
+        actual, expected = f64(actual), f64(expected)
+        self.assertEqual(actual.shape, expected.shape)
+        finite = np.isfinite(expected)
+        np.testing.assert_array_equal(actual[~finite], expected[~finite])
+        error = np.abs(actual[finite] - expected[finite]) / np.maximum(1, np.abs(expected[finite]))
+        self.assertLessEqual(error.max(initial=0), tolerance)
+
+    def assert_same(self, actual, expected):
+        self.assertEqual(np.asarray(actual).dtype, np.asarray(expected).dtype)
+        np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
+
+
+class _DlTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+class _DlManagedTensor(ctypes.Structure):
+    _fields_ = [("tensor", _DlTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
+
+
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype = ctypes.py_object
+_new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+
+CODES = {"f": 2, "i": 0, "u": 1}
+
+
+class Elsewhere:
+    """A DLPack exporter of memory that it says is on another device (2: CUDA). It keeps what it handed out."""
+
+    def __init__(self, array, device=(2, 0), strides=None, name=b"dltensor", lanes=1):
+        self.array, self.device, self.name = array, device, name
+        rank = array.ndim
+        self.shape = (ctypes.c_int64 * max(rank, 1))(*array.shape)
+        steps = strides or [step // array.itemsize for step in array.strides]
+        self.strides = (ctypes.c_int64 * max(rank, 1))(*steps)
+        self.managed = _DlManagedTensor()
+        tensor = self.managed.tensor
+        tensor.data = array.ctypes.data
+        tensor.device_type, tensor.device_id = device
+        tensor.ndim = rank
+        tensor.code, tensor.bits, tensor.lanes = CODES[array.dtype.kind], array.itemsize * 8, lanes
+        tensor.shape, tensor.strides = self.shape, self.strides
+
+    def __dlpack_device__(self):
+        return self.device
+
+    def __dlpack__(self, *, stream=None):
+        return _new_capsule(ctypes.addressof(self.managed), self.name, None)

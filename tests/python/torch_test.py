@@ -1,0 +1,98 @@
+"""Tensors of torch: no copies, results of torch, the same bits as with numpy."""
+
+import unittest
+
+import numpy as np
+
+import fovea
+from calls import legal_calls
+from support import BF16, Case
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+
+def to_torch(value):
+    if not isinstance(value, np.ndarray):
+        return value
+    if value.dtype == BF16:
+        return torch.from_numpy(value.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(value)
+
+
+def to_numpy(value):
+    return value.view(torch.int16).numpy().view(BF16) if value.dtype == torch.bfloat16 else value.numpy()
+
+
+def results_of(value):
+    if value is None:
+        return []
+    if isinstance(value, dict):
+        return [value[name] for name in sorted(value)]
+    return [entry for entry in value if entry is not None] if isinstance(value, tuple) else [value]
+
+
+@unittest.skipIf(torch is None, "torch is not installed")
+class TorchTest(Case):
+    def test_every_operator_gives_the_bits_that_it_gives_with_numpy(self):
+        for op, arguments in legal_calls().items():
+            with self.subTest(op):
+                expected_pool = arguments["pool"].copy() if "pool" in arguments else None
+                tensors = {name: to_torch(value.copy() if isinstance(value, np.ndarray) else value)
+                           for name, value in arguments.items()}  # fmt: skip
+                actual = results_of(getattr(fovea, op)(**tensors))
+                if expected_pool is not None:
+                    arguments["pool"] = expected_pool
+                expected = results_of(getattr(fovea, op)(**arguments))
+                self.assertEqual(len(actual), len(expected))
+                for mine, other in zip(actual, expected):
+                    self.assertIsInstance(mine, torch.Tensor)
+                    self.assert_same(to_numpy(mine), other)
+                if "pool" in tensors:
+                    self.assert_same(tensors["pool"].numpy(), arguments["pool"])
+
+    def test_out_and_views(self):
+        wide = torch.full((4, 8), 7, dtype=torch.int32)
+        out = wide[::2, 2:4]
+        logits = torch.tensor([[3.0, 1, 5, 4], [0, 9, 8, 7]])
+        self.assertIs(fovea.topk_select(logits, torch.tensor([4, 3], dtype=torch.int32), 2, out=out), out)
+        self.assertEqual(out.tolist(), [[2, 3], [1, 2]])
+        self.assertEqual(wide[0].tolist(), [7, 7, 2, 3, 7, 7, 7, 7])
+
+    def test_codes_of_e4m3(self):
+        q = torch.ones(1, 1, 4).to(torch.float8_e4m3fn)
+        zero = torch.zeros(1, dtype=torch.int32)
+        logits = fovea.index_logits(
+            q, torch.ones(1, 1), "ragged", k_fp8=q[0], k_scale=torch.ones(1), k_start=zero, k_end=zero + 1
+        )
+        self.assertEqual(logits.tolist(), [[4]])
+
+    def test_tensors_that_need_a_gradient_are_refused(self):
+        logits = torch.zeros(1, 4, requires_grad=True)
+        with self.assertRaisesRegex(fovea.InvalidArgument, "topk_select: logits gives no DLPack tensor.*grad"):
+            fovea.topk_select(logits, torch.ones(1, dtype=torch.int32), 2)
+
+
+@unittest.skipUnless(torch is not None and fovea.available("topk_select", "cuda")[0], "torch or a GPU is missing")
+class TorchCudaTest(Case):
+    def test_every_operator_on_the_current_stream(self):
+        sized_by_contents = {"metadata_refresh", "build_swa_indices", "context_split"}
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for op, arguments in legal_calls().items():
+                if op in sized_by_contents:
+                    continue
+                with self.subTest(op):
+                    tensors = {name: value.cuda() if isinstance(value, torch.Tensor) else value
+                               for name, value in ((n, to_torch(v)) for n, v in arguments.items())}  # fmt: skip
+                    expected = results_of(getattr(fovea, op)(**arguments))
+                    for mine, other in zip(results_of(getattr(fovea, op)(**tensors)), expected):
+                        self.assertEqual(mine.device.type, "cuda")
+                        self.assertEqual(tuple(mine.shape), other.shape)
+                        if op != "index_logits":  # columns outside a row are unspecified
+                            self.assert_close(to_numpy(mine.cpu()), other, 2e-2)
+
+
+if __name__ == "__main__":
+    unittest.main()
