@@ -30,6 +30,9 @@ constexpr int kItemPlaces = 32;
 constexpr int kMaxBlockKeys = 128;
 constexpr int kKeyTiles = kMaxBlockKeys / 8;
 constexpr int kMaxDim = 128;
+constexpr int kPassChannels = 64;  // of the values, whose sums a warp has at a time
+// Keys of equal weight that leave the output its last bit where a weight is one bf16.
+constexpr float kManyKeys = 96;
 constexpr int kFoldWarps = 4;
 constexpr int kCutThreads = 1024;
 constexpr int kListThreads = 256;
@@ -51,12 +54,12 @@ struct Item {
   int32_t first;  // place
   int32_t count;
 };
-// Of a partial result: logit and sum as in ChainState, and what the stored values are multiplied
-// with.
-struct PartState {
+// Of a partial result: logit and sum as in ChainState, and what the stored values of each pass are
+// multiplied with.
+struct alignas(16) PartState {
   float largest;
   float sum;
-  float unit;
+  float unit[kMaxDim / kPassChannels];
 };
 
 struct ByBlockParams {
@@ -217,7 +220,7 @@ template <int kDim>
 class PlaceWork {
  public:
   static constexpr int kDeep = kDim / kDeepChannels;
-  static constexpr int kProducts = kDim / 8;
+  static constexpr int kProducts = kPassChannels / 8;
 
   __device__ PlaceWork(const AttendParams& params, const BlockMemory<kDim>& shared)
       : params_(params),
@@ -228,51 +231,40 @@ class PlaceWork {
         values_(cuda::shared_address(shared.values) + lane_ % 16 * 2 * kDim +
                 16 * BlockMemory<kDim>::value_unit(lane_ % 16, lane_ / 16)) {}
 
-  // kWhole: the row sees all of kMaxBlockKeys tokens.
-  template <bool kWhole>
-  __device__ void run(int64_t t, int64_t kv_head, int seen, PartState (&state)[2],
-                      MmaC (&out)[kProducts]) const {
-    uint32_t weights[kKeyTiles][2];
-    float rounded_sum[2];
-    weigh<kWhole>(t, kv_head, seen, state, rounded_sum, weights);
-#pragma unroll
-    for (MmaC& value : out) value = {};
-#pragma unroll
-    for (int s = 0; s < kMaxBlockKeys / 16; ++s) {
-      if (!kWhole && 16 * s >= seen) break;
-      const MmaA a{
-          {weights[2 * s][0], weights[2 * s][1], weights[2 * s + 1][0], weights[2 * s + 1][1]}};
-#pragma unroll
-      for (int n = 0; n < kProducts; n += 2) {
-        MmaB low, high;
-        // Unit n of the lane: only bits above those of the lane's own unit differ.
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(low.x[0]), "=r"(low.x[1]), "=r"(high.x[0]), "=r"(high.x[1])
-                     : "r"((values_ ^ (16 * n)) + s * 16 * 2 * kDim)
-                     : "memory");
-        if (!kWhole && 16 * s + 16 > seen) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const int token = 16 * s + 8 * i + 2 * c_;
-            low.x[i] = seen_pair(low.x[i], token, seen);
-            high.x[i] = seen_pair(high.x[i], token, seen);
-          }
-        }
-        cuda::mma(out[n], a, low);
-        cuda::mma(out[n + 1], a, high);
-      }
+  // To `to` [group][head_dim] and `state_to` [group]. `blocks`: of the row's list.
+  __device__ void run(int64_t t, int64_t kv_head, int seen, int blocks, __half* to,
+                      PartState* state_to) const {
+    MmaC weights[kKeyTiles];
+    float sum[2];  // of the weights as they are multiplied
+    bool careful = true;
+    if (seen == kMaxBlockKeys) {
+      careful = weigh<true>(t, kv_head, seen, blocks, state_to, sum, weights);
+    } else {
+      weigh<false>(t, kv_head, seen, blocks, state_to, sum, weights);
     }
-    scale(rounded_sum, state, out);
+#pragma unroll 1
+    for (int first = 0; first < kDim; first += kPassChannels) {
+      MmaC out[kProducts];
+      if (careful) {
+        multiply<true>(weights, seen, first, out);
+      } else {
+        multiply<false>(weights, seen, first, out);
+      }
+      store(sum, first, out, to, state_to);
+    }
   }
 
-  // To `to` [group][head_dim] and `state_to` [group].
-  __device__ void store(const PartState (&state)[2], const MmaC (&out)[kProducts], __half* to,
+ private:
+  // Channels from `first` on.
+  __device__ void store(const float (&sum)[2], int first, MmaC (&out)[kProducts], __half* to,
                         PartState* state_to) const {
+    float unit[2];
+    scale(sum, unit, out);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int head = g_ + 8 * half;
       const bool present = head < params_.group;
-      if (present && c_ == 0) state_to[head] = state[half];
+      if (present && c_ == 0) state_to[head].unit[first / kPassChannels] = unit[half];
       // Lanes c and c ^ 1 exchange, so that the even one has four channels on end of product n, the
       // odd one of product n + 1, and four lanes store 32 bytes.
       const int odd = c_ % 2;
@@ -281,7 +273,7 @@ class PlaceWork {
         const uint32_t even_pair = half_pair(out[n].x[2 * half], out[n].x[2 * half + 1]);
         const uint32_t odd_pair = half_pair(out[n + 1].x[2 * half], out[n + 1].x[2 * half + 1]);
         const uint32_t other = __shfl_xor_sync(0xFFFFFFFF, odd ? even_pair : odd_pair, 1);
-        const int channel = 8 * (n + odd) + c_ / 2 * 4;
+        const int channel = first + 8 * (n + odd) + c_ / 2 * 4;
         if (!present || channel >= params_.head_dim) continue;
         *reinterpret_cast<uint2*>(to + head * params_.head_dim + channel) =
             odd ? make_uint2(other, odd_pair) : make_uint2(even_pair, other);
@@ -289,17 +281,17 @@ class PlaceWork {
     }
   }
 
- private:
   __device__ static uint32_t half_pair(float low, float high) {
     uint32_t pair;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
   }
 
-  // Weights as bf16 pairs of rows g and g + 8, tokens 8 j + 2 c and + 1; zero where not seen.
+  // Weights of rows g and g + 8, zero where not seen; whether multiply() has to be careful. kWhole:
+  // the row sees all of kMaxBlockKeys tokens.
   template <bool kWhole>
-  __device__ void weigh(int64_t t, int64_t kv_head, int seen, PartState (&state)[2],
-                        float (&rounded_sum)[2], uint32_t (&weights)[kKeyTiles][2]) const {
+  __device__ bool weigh(int64_t t, int64_t kv_head, int seen, int blocks, PartState* state_to,
+                        float (&multiplied)[2], MmaC (&weights)[kKeyTiles]) const {
     MmaA queries[kDeep][2];
 #pragma unroll
     for (int d = 0; d < kDeep; ++d) {
@@ -309,11 +301,10 @@ class PlaceWork {
       queries[d][0] = {{low.x, high.x, low.y, high.y}};
       queries[d][1] = {{low.z, high.z, low.w, high.w}};
     }
-    MmaC logits[kKeyTiles];
 #pragma unroll
     for (int j = 0; j < kKeyTiles; j += 2) {
-      logits[j] = {};
-      logits[j + 1] = {};
+      weights[j] = {};
+      weights[j + 1] = {};
       if (!kWhole && 8 * j >= seen) continue;
 #pragma unroll
       for (int d = 0; d < kDeep; ++d) {
@@ -323,12 +314,14 @@ class PlaceWork {
           const auto at = reinterpret_cast<const uint4*>(
               keys_ + ((lane_unit() ^ (64 * d)) - lane_unit()) + (j + u) * 8 * 2 * kDim);
           const uint4 key = *at;
-          cuda::mma(logits[j + u], queries[d][0], MmaB{{key.x, key.y}});
-          cuda::mma(logits[j + u], queries[d][1], MmaB{{key.z, key.w}});
+          cuda::mma(weights[j + u], queries[d][0], MmaB{{key.x, key.y}});
+          cuda::mma(weights[j + u], queries[d][1], MmaB{{key.z, key.w}});
         }
       }
     }
     const float scale = params_.softmax_scale * 1.44269504f;
+    float all[2], rounded[2];
+    bool few = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float largest = kNegInf;
@@ -336,7 +329,7 @@ class PlaceWork {
       for (int j = 0; j < kKeyTiles; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          float& logit = logits[j].x[2 * half + e];
+          float& logit = weights[j].x[2 * half + e];
           logit = kWhole || 8 * j + 2 * c_ + e < seen ? logit * scale : kNegInf;
           largest = fmaxf(largest, logit);
         }
@@ -344,36 +337,91 @@ class PlaceWork {
       largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 2));
       const float base = largest == kNegInf ? 0.0f : largest;
-      float sum = 0;
-      float rounded = 0;
+      float squares = 0;
+      all[half] = rounded[half] = 0;
 #pragma unroll
       for (int j = 0; j < kKeyTiles; ++j) {
-        const float low = cuda::exp2_fast(logits[j].x[2 * half] - base);
-        const float high = cuda::exp2_fast(logits[j].x[2 * half + 1] - base);
-        sum += low + high;
+        float& low = weights[j].x[2 * half];
+        float& high = weights[j].x[2 * half + 1];
+        low = cuda::exp2_fast(low - base);
+        high = cuda::exp2_fast(high - base);
+        all[half] += low + high;
+        squares = fmaf(low, low, fmaf(high, high, squares));
         const uint32_t pair = cuda::bf16_pair(low, high);
-        rounded += __uint_as_float(pair << 16) + __uint_as_float(pair & 0xFFFF0000);
-        weights[j][half] = pair;
+        rounded[half] += __uint_as_float(pair << 16) + __uint_as_float(pair & 0xFFFF0000);
       }
 #pragma unroll
       for (int step = 1; step <= 2; step *= 2) {
-        sum += __shfl_xor_sync(0xFFFFFFFF, sum, step);
-        rounded += __shfl_xor_sync(0xFFFFFFFF, rounded, step);
+        all[half] += __shfl_xor_sync(0xFFFFFFFF, all[half], step);
+        squares += __shfl_xor_sync(0xFFFFFFFF, squares, step);
+        rounded[half] += __shfl_xor_sync(0xFFFFFFFF, rounded[half], step);
       }
-      state[half].largest = largest;
-      state[half].sum = sum;
-      rounded_sum[half] = rounded;
+      if (g_ + 8 * half < params_.group && c_ == 0) {
+        state_to[g_ + 8 * half].largest = largest;
+        state_to[g_ + 8 * half].sum = all[half];
+      }
+      // As many keys of equal weight would leave as much of the errors of their weights.
+      const float keys = all[half] * all[half] / squares;
+      few = few || keys * static_cast<float>(min(blocks, 4)) < kManyKeys;
+    }
+    const bool careful = !kWhole || __any_sync(0xFFFFFFFF, few);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) multiplied[half] = careful ? all[half] : rounded[half];
+    return careful;
+  }
+
+  // Channels from `first` on. kCareful: a weight is the sum of two bf16, and tokens from `seen` on
+  // count for nothing. Otherwise a weight is one bf16 and all tokens are seen.
+  template <bool kCareful>
+  __device__ void multiply(const MmaC (&weights)[kKeyTiles], int seen, int first,
+                           MmaC (&out)[kProducts]) const {
+#pragma unroll
+    for (MmaC& value : out) value = {};
+#pragma unroll
+    for (int s = 0; s < kMaxBlockKeys / 16; ++s) {
+      if (kCareful && 16 * s >= seen) break;
+      MmaA rounded, rest;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const MmaC& from = weights[2 * s + i / 2];
+        const cuda::SplitPair pair(from.x[i % 2 * 2], from.x[i % 2 * 2 + 1]);
+        rounded.x[i] = pair.rounded;
+        rest.x[i] = pair.rest;
+      }
+#pragma unroll
+      for (int n = 0; n < kProducts; n += 2) {
+        MmaB low, high;
+        // Unit first / 8 + n of the lane: only bits above those of the lane's own unit differ.
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(low.x[0]), "=r"(low.x[1]), "=r"(high.x[0]), "=r"(high.x[1])
+                     : "r"((values_ ^ (2 * first + 16 * n)) + s * 16 * 2 * kDim)
+                     : "memory");
+        if (kCareful && 16 * s + 16 > seen) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int token = 16 * s + 8 * i + 2 * c_;
+            low.x[i] = seen_pair(low.x[i], token, seen);
+            high.x[i] = seen_pair(high.x[i], token, seen);
+          }
+        }
+        cuda::mma(out[n], rounded, low);
+        cuda::mma(out[n + 1], rounded, high);
+        if constexpr (kCareful) {
+          // The rest, which may be 0, times an infinity would be NaN.
+          cuda::mma(out[n], rest, MmaB{{finite_pair(low.x[0]), finite_pair(low.x[1])}});
+          cuda::mma(out[n + 1], rest, MmaB{{finite_pair(high.x[0]), finite_pair(high.x[1])}});
+        }
+      }
     }
   }
 
   // Sums become means, by the sums of the weights as they were multiplied, so that they lie between
-  // the values; then multiples of state.unit, a power of two, with the largest finite one in
+  // the values; then multiples of `unit`, a power of two, with the largest finite one in
   // [1, 4): halves keep 11 bits of them.
-  __device__ void scale(const float (&rounded_sum)[2], PartState (&state)[2],
-                        MmaC (&out)[kProducts]) const {
+  __device__ void scale(const float (&sum)[2], float (&unit)[2], MmaC (&out)[kProducts]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float inverse = rounded_sum[half] == 0 ? 0.0f : 1.0f / rounded_sum[half];
+      const float inverse = sum[half] == 0 ? 0.0f : 1.0f / sum[half];
       float largest = 0;
 #pragma unroll
       for (MmaC& value : out) {
@@ -389,7 +437,7 @@ class PlaceWork {
       largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 2));
       const uint32_t exponent = min(max(__float_as_uint(largest) >> 23, 1u), 253u);
       const float factor = __uint_as_float((254 - exponent) << 23);
-      state[half].unit = __uint_as_float(exponent << 23);
+      unit[half] = __uint_as_float(exponent << 23);
 #pragma unroll
       for (MmaC& value : out) {
         value.x[2 * half] *= factor;
@@ -426,17 +474,13 @@ __global__ void __launch_bounds__(kItemThreads, 3)
     const Place place = params.places[item.first + i];
     const auto row = static_cast<uint32_t>(place.from) / static_cast<uint32_t>(attend.topk);
     const auto in_list = static_cast<uint32_t>(place.from) % static_cast<uint32_t>(attend.topk);
-    PartState state[2];
-    MmaC out[kDim / 8];
-    if (place.seen == kMaxBlockKeys) {
-      work.template run<true>(first_row + row, item.kv_head, place.seen, state, out);
-    } else {
-      work.template run<false>(first_row + row, item.kv_head, place.seen, state, out);
-    }
+    const int64_t t = first_row + row;
+    const int blocks = params.num_places[t * attend.num_kv_heads + item.kv_head];
     const int64_t part =
         ((int64_t{row} * attend.num_kv_heads + item.kv_head) * attend.topk + in_list) *
         attend.group;
-    work.store(state, out, params.part_values + part * attend.head_dim, params.part_state + part);
+    work.run(t, item.kv_head, place.seen, blocks, params.part_values + part * attend.head_dim,
+             params.part_state + part);
   }
 }
 
@@ -481,9 +525,10 @@ __global__ void __launch_bounds__(kFoldWarps* kWarpThreads)
     const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&stored.y));
     // A block without weight counts for nothing, whatever its values are.
     const float four[kOwn] = {low.x, low.y, high.x, high.y};
+    const float unit = channel < kPassChannels ? state.unit[0] : state.unit[1];
 #pragma unroll
     for (int e = 0; e < kOwn; ++e) {
-      if (weight != 0) total[e] = fmaf(weight, four[e] * state.unit, total[e]);
+      if (weight != 0) total[e] = fmaf(weight, four[e] * unit, total[e]);
     }
   }
   const HeadResult result = finish_head(attend, kv_head, head, largest, sum);
