@@ -40,7 +40,9 @@ TEST_P(MsaDeviceReplay, DraftsAndSharingChangeNoRow) {
 }
 
 TEST_P(MsaDeviceReplay, PreemptedRequestsAreRight) {
-  if (test::kSanitized) return;
+  if (device_.kind == DeviceKind::kCpu) {
+    GTEST_SKIP() << "the CPU has MsaReplay.PreemptedRequestsGiveTheSameRows";
+  }
   expect_preempted_requests_are_right();
 }
 
