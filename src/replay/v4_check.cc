@@ -12,6 +12,7 @@
 #include "fovea/v4_compress.h"
 #include "src/core/parallel.h"
 #include "src/core/v4_row.h"
+#include "src/replay/fp64_rows.h"
 #include "src/replay/staged_tensor.h"
 #include "src/serving/operator_options.h"
 
@@ -19,15 +20,6 @@ namespace fovea::internal {
 namespace {
 
 size_t as_size(int64_t value) { return static_cast<size_t>(value); }
-
-// Four sums, so that the compiler may use vectors; `count` is a multiple of four.
-double dot(const double* a, const double* b, int64_t count) {
-  double sums[4] = {0, 0, 0, 0};
-  for (int64_t i = 0; i < count; i += 4) {
-    for (int64_t lane = 0; lane < 4; ++lane) sums[lane] += a[i + lane] * b[i + lane];
-  }
-  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
-}
 
 // A row of v4 as the cache gives it back.
 std::vector<double> cached_row(const std::vector<bf16_t>& row) {

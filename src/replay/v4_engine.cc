@@ -212,14 +212,10 @@ int32_t V4Engine::snapshot_slot(int32_t page) const {
 }
 
 void V4Engine::make_plans(GroupKind kind, int64_t bucket) {
-  const ForwardMode mode = kind == GroupKind::kVerify             ? ForwardMode::kTargetVerify
-                           : kind != GroupKind::kDraftExtend      ? ForwardMode::kDecode
-                           : setup().draft_mode == DraftMode::kV1 ? ForwardMode::kDraftExtend
-                                                                  : ForwardMode::kDraftExtendV2;
   const int64_t count = kind == GroupKind::kChain ? num_draft_steps() : 1;
   std::vector<V4StepPlan> made;
   for (int64_t i = 0; i < count; ++i) {
-    made.push_back(backend_.make_step_plan({mode, bucket, rows_per_request(kind)}));
+    made.push_back(backend_.make_step_plan({plan_mode(kind), bucket, rows_per_request(kind)}));
   }
   plans_.insert_or_assign({kind, bucket}, std::move(made));
 }

@@ -1,6 +1,5 @@
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <array>
 #include <functional>
 #include <string_view>
@@ -10,14 +9,12 @@
 #include "fovea/stream.h"
 #include "fovea/v4_backend.h"
 #include "src/core/row_layout.h"
+#include "tests/serving/step_graphs.h"
 #include "tests/serving/v4_rig.h"
 #include "tests/support/devices.h"
 #include "tests/support/memory.h"
 #include "tests/support/rng.h"
-#include "tests/support/spinner.h"
 
-// Whole steps, begin_step, the forwards of all layers and the commits, submitted to a stream: by
-// themselves and from graphs. Device memory is the device's own here.
 namespace fovea {
 namespace {
 
@@ -76,6 +73,9 @@ Tensor random_pool(RowFormat format, int64_t pages, int64_t rows, test::Rng& rng
 // slots and counts are what a replay changes.
 class EngineStep {
  public:
+  static constexpr int64_t kRequests = fovea::kRequests, kRowsPerRequest = kRows;
+  static constexpr int64_t kWidth = fovea::kWidth;
+
   EngineStep(V4Backend& backend, Kind kind, uint64_t seed)
       : backend_(backend),
         kind_(kind),
@@ -173,29 +173,24 @@ class EngineStep {
     }
   }
 
-  // Whether everything that a step writes and a caller sees is the same.
-  bool same_results(const EngineStep& other) const {
-    for (size_t layer = 0; layer < layers_.size(); ++layer) {
-      const auto mine = layers_[layer].written(), theirs = other.layers_[layer].written();
-      for (size_t i = 0; i < mine.size(); ++i) {
-        if (mine[i]->bytes() != theirs[i]->bytes()) return false;
-      }
+  // Hashes of all that a step writes and a caller sees.
+  std::vector<uint8_t> results(const Device& /*device*/) const {
+    std::vector<uint8_t> all = pools();
+    for (const Layer& in : layers_) {
+      for (const Tensor* tensor : {&in.out, &in.lse, &in.indices}) add_hash(*tensor, &all);
     }
-    return true;
+    return all;
   }
 
-  // Of every byte of the pools and states.
-  uint64_t pools_hash() const {
-    uint64_t hash = 0;
+  std::vector<uint8_t> pools() const {
+    std::vector<uint8_t> all;
     for (const Layer& in : layers_) {
       for (const Tensor* pool :
            {&in.window, &in.compressed, &in.index, &in.state, &in.index_state}) {
-        const auto& bytes = pool->bytes();
-        hash = hash * 31 + std::hash<std::string_view>()(
-                               {reinterpret_cast<const char*>(bytes.data()), bytes.size()});
+        add_hash(*pool, &all);
       }
     }
-    return hash;
+    return all;
   }
 
   void forget_results() {
@@ -208,11 +203,15 @@ class EngineStep {
   struct Layer {
     Tensor q, kv, gate, index_gate, index_q, head_gate, indices, out, lse;
     Tensor window, compressed, index, state, index_state;
-
-    std::array<const Tensor*, 8> written() const {
-      return {&window, &compressed, &index, &state, &index_state, &out, &lse, &indices};
-    }
   };
+
+  static void add_hash(const Tensor& tensor, std::vector<uint8_t>* all) {
+    const std::string_view bytes(reinterpret_cast<const char*>(tensor.bytes().data()),
+                                 tensor.bytes().size());
+    const size_t hash = std::hash<std::string_view>()(bytes);
+    const auto* const data = reinterpret_cast<const uint8_t*>(&hash);
+    all->insert(all->end(), data, data + sizeof(hash));
+  }
 
   // Pages of the requests interleave; page 0 is the dummy.
   static int32_t slot(int64_t request, int64_t position) {
@@ -254,100 +253,61 @@ class EngineStep {
   Tensor ring_{DType::kI32, {kRequests, 1}}, accepted_{DType::kI32, {kRequests}};
 };
 
-std::vector<int32_t> lengths_of(int turn, test::Rng& rng) {
-  if (turn % 10 == 9) return {0, 0, 0, 0};
-  std::vector<int32_t> lengths;
-  for (int64_t r = 0; r < kRequests; ++r) {
-    lengths.push_back(static_cast<int32_t>(rng.integer(0, kWidth - kRows - 1)));
+struct V4Model {
+  using Backend = V4Backend;
+  using Kind = fovea::Kind;
+  using Step = EngineStep;
+
+  static V4Backend backend(Kind kind, const Device& device, bool strict = false) {
+    V4BackendConfig config = config_of(kind);
+    config.strict = strict;
+    return {config, device};
   }
-  if (turn % 4 == 1) std::sort(lengths.begin(), lengths.end());  // and shrinking afterwards
-  return lengths;
-}
+};
+
+const std::vector<int32_t> kLengths = {40, 3, 127, 400};
 
 class V4StepGraph : public test::DeviceSuite {};
 INSTANTIATE_TEST_SUITE_P(Devices, V4StepGraph, testing::ValuesIn(test::kDevices),
                          test::device_test_name);
 
-// Case 19.
-TEST_P(V4StepGraph, TwentyReplaysEqualEagerSteps) {
+// Case 19 of the specification.
+TEST_P(V4StepGraph, ReplaysEqualEagerSteps) {
+  // A graph of the CPU calls what was captured.
+  const int turns = device_.kind == DeviceKind::kCuda ? 100 : 20;
   for (const Kind kind : kKinds) {
-    V4Backend captured_backend(config_of(kind), device_), eager_backend(config_of(kind), device_);
-    EngineStep captured(captured_backend, kind, 7), eager(eager_backend, kind, 7);
-    const OwnedStream stream(device_);
-    captured.set({1, 1, 1, 1}, 0);
-    const Graph graph =
-        Graph::capture(device_, stream, [&](Stream on) { captured.run(on); });  // the first call
-    test::Rng rng(3);
-    for (int turn = 0; turn < 20; ++turn) {
-      const std::vector<int32_t> lengths = lengths_of(turn, rng);
-      for (EngineStep* const step : {&captured, &eager}) {
-        step->set(lengths, turn);
-        step->forget_results();
-      }
-      const uint64_t before = captured.pools_hash();
-      graph.launch(stream);
-      stream.synchronize();
-      eager.run(stream);
-      stream.synchronize();
-      ASSERT_TRUE(captured.same_results(eager))
-          << "kind " << static_cast<int>(kind) << ", turn " << turn;
-      // Without a live request nothing is stored: all-zero lengths are accepted.
-      ASSERT_EQ(captured.pools_hash() == before, turn % 10 == 9)
-          << "kind " << static_cast<int>(kind) << ", turn " << turn;
-    }
+    test::expect_replays_equal_eager_steps<V4Model>(kind, device_, turns);
   }
 }
 
 TEST_P(V4StepGraph, TwoCapturedStepsOfOneBackendInTurn) {
-  V4Backend backend(config_of(Kind::kVerify), device_), other(config_of(Kind::kVerify), device_);
-  EngineStep decode(backend, Kind::kDecode, 1), verify(backend, Kind::kVerify, 2);
-  EngineStep alone_decode(other, Kind::kDecode, 1), alone_verify(other, Kind::kVerify, 2);
-  const OwnedStream stream(device_);
-  const Graph graphs[] = {Graph::capture(device_, stream, [&](Stream on) { decode.run(on); }),
-                          Graph::capture(device_, stream, [&](Stream on) { verify.run(on); })};
-  test::Rng rng(4);
-  for (int round = 0; round < 10; ++round) {
-    const std::vector<int32_t> first = lengths_of(2 * round, rng);
-    const std::vector<int32_t> second = lengths_of(2 * round + 1, rng);
-    for (EngineStep* const step : {&decode, &alone_decode}) step->set(first, round);
-    for (EngineStep* const step : {&verify, &alone_verify}) step->set(second, round);
-    graphs[0].launch(stream);
-    graphs[1].launch(stream);
-    stream.synchronize();
-    alone_verify.run({});
-    alone_decode.run({});
-    synchronize(device_);
-    ASSERT_TRUE(decode.same_results(alone_decode)) << round;
-    ASSERT_TRUE(verify.same_results(alone_verify)) << round;
+  test::expect_captured_steps_in_turn<V4Model>(Kind::kDecode, Kind::kVerify, device_);
+}
+
+TEST_P(V4StepGraph, TwoBackendsOnTwoStreamsAtOnce) {
+  test::expect_steps_on_two_streams<V4Model>(Kind::kDecode, Kind::kVerify, device_);
+}
+
+TEST_P(V4StepGraph, NothingWaitsForTheDevice) {
+  // Refresh, windows, facts; stores and attention; moves and compressors; queries, selection.
+  test::expect_no_wait<V4Model>(Kind::kDecode, kLengths, 3 + 2 + 8 + 4, device_);
+  // And whose states are verified; which rows stay, their states moved, their compressor.
+  test::expect_no_wait<V4Model>(Kind::kVerifyOnline, kLengths, 4 + 2 + 8 + 4 + 3, device_);
+}
+
+TEST_P(V4StepGraph, AFailedLaunchLeavesTheNextStepAlone) {
+  for (const Kind kind : kKinds) {
+    test::expect_repeatable_steps<V4Model>(kind, kLengths, 6, device_);
   }
 }
 
-// A kernel that does not end is in front of everything; plans of steps and whole steps must come
-// back all the same.
-TEST_P(V4StepGraph, NothingWaitsForTheDevice) {
-  if (device_.kind == DeviceKind::kCuda && test::launches_block()) {
-    EXPECT_TRUE(test::passes_without_blocking());
-    return;
-  }
-  for (const Kind kind : {Kind::kDecode, Kind::kVerifyOnline}) {
-    V4Backend backend(config_of(kind), device_), other(config_of(kind), device_);
-    EngineStep step(backend, kind, 8), alone(other, kind, 8);
-    for (EngineStep* const each : {&step, &alone}) each->set({40, 3, 0, 50}, 1);
-    // A kernel is loaded at its first launch, which may wait for those that run.
-    const StepBucket verify{ForwardMode::kTargetVerify, kRequests, kRows};
-    other.make_step_plan(verify);
-    alone.run({});
-    synchronize(device_);
-    const OwnedStream stream(device_);
-    {
-      test::Spinner spinner(device_, stream);
-      step.run(stream);
-      const V4StepPlan more = backend.make_step_plan(verify);
-      EXPECT_EQ(more.bucket().mode, ForwardMode::kTargetVerify);
-      EXPECT_FALSE(spinner.has_ended()) << "something waited until the time was up";
-    }
-    stream.synchronize();
-    EXPECT_TRUE(step.same_results(alone));
+class V4Memory : public test::LimitedDeviceSuite {};
+INSTANTIATE_TEST_SUITE_P(Devices, V4Memory, testing::ValuesIn(test::kDevices),
+                         test::device_test_name);
+
+TEST_P(V4Memory, ABackendOrStepPlanThatDoesNotFitSaysSoAndLeaksNothing) {
+  for (const Kind kind : {Kind::kVerify, Kind::kVerifyOnline}) {
+    expect_out_of_memory<V4Model>("v4_backend", kind);
   }
 }
 
