@@ -26,7 +26,9 @@ from ._errors import DeviceError, Error, InternalError, InvalidArgument, OutOfMe
 from ._info import available, get_num_threads, implementations, operators, set_num_threads
 from .batch import context_split, metadata_check, metadata_refresh, paged_schedule, split_schedule
 from .cache import move_rows, pack_rows, unpack_rows
+from .compress import v4_compress
 from .index import QuantizedIndex, index_logits, index_quantize, index_select, topk_select
+from .kda import causal_conv1d, kda_commit, kda_decode, kda_gate, kda_prefill, kda_verify
 from .mla import (
     build_swa_indices,
     concat_absorbed_q,
@@ -37,6 +39,7 @@ from .mla import (
     sparse_mla,
     swa_decode,
 )
+from .msa import build_page_table, msa_attend, msa_block_scores, msa_score_select, msa_select_blocks
 
 __version__: str = _native.version()
 
@@ -50,7 +53,9 @@ __all__ = [
     "Unsupported",
     "__version__",
     "available",
+    "build_page_table",
     "build_swa_indices",
+    "causal_conv1d",
     "concat_absorbed_q",
     "context_split",
     "dense_mla",
@@ -59,12 +64,21 @@ __all__ = [
     "index_logits",
     "index_quantize",
     "index_select",
+    "kda_commit",
+    "kda_decode",
+    "kda_gate",
+    "kda_prefill",
+    "kda_verify",
     "merge_lse",
     "metadata_check",
     "metadata_refresh",
     "mha_varlen",
     "mla_rope_quantize",
     "move_rows",
+    "msa_attend",
+    "msa_block_scores",
+    "msa_score_select",
+    "msa_select_blocks",
     "operators",
     "pack_rows",
     "paged_schedule",
@@ -74,4 +88,5 @@ __all__ = [
     "swa_decode",
     "topk_select",
     "unpack_rows",
+    "v4_compress",
 ]

@@ -94,7 +94,8 @@ void bind_caches(NamedCall& call, MsaKvMode mode, MsaAttendTensors* tensors) {
     return;
   }
   const std::string pool =
-      std::string(mode == MsaKvMode::kBf16 ? "bf16" : "u8") + " [slots, Hkv, D]";
+      std::string(mode == MsaKvMode::kBf16 ? "bf16" : "u8") +
+      (call.rank_of("k_pool") == 4 ? " [pages, Hkv, P, D]" : " [slots, Hkv, D]");
   tensors->k_pool = call.in("k_pool", pool);
   tensors->v_pool = call.in("v_pool", pool);
   if (mode == MsaKvMode::kBf16) return;

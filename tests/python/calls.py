@@ -63,4 +63,53 @@ def legal_calls(seed=0):
         "build_swa_indices": {"q_indptr": i32([0, 2, 3]), "kv_len": i32([5, 1]), "page_table": i32([[4, 2], [7, 0]]),
                               "window": 3, "page_size": 4},
     }  # fmt: skip
-    return calls
+    calls.update(recurrent_calls(rng))
+    calls.update(block_calls(rng))
+    compressed = {"kv_gate": f32(6, 2048), "ape": f32(4, 1024), "norm_weight": f32(512),
+                  "positions": i32([0, 1, 2, 3, 4, 5]), "row_to_request": i32([0] * 6), "cos_sin": cos_sin(64),
+                  "state": f32(2, 8, 2, 1024), "state_slot": i32([1]), "page_table": i32([[1]]),
+                  "pool": codes(2, 4 * 584), "ratio": 4, "row_format": "v4", "page_size": 4}  # fmt: skip
+    return {**calls, "v4_compress": compressed}
+
+
+def recurrent_calls(rng):
+    """KDA: two sequences of three and two rows, two heads, states of 16 by 8."""
+
+    def f32(*shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
+    def layer(rows):
+        return {"g": f32(rows, 2, 16), "beta": f32(rows, 2), "gate": "lower_bound", "beta_kind": "logit",
+                "a_log": f32(2), "dt_bias": f32(2, 16)}  # fmt: skip
+
+    def qkv(rows):
+        return {"q": bf16(rng, rows, 2, 16), "k": bf16(rng, rows, 2, 16), "v": bf16(rng, rows, 2, 8)}
+
+    return {
+        "kda_gate": {"g": f32(5, 2, 16), "gate": "softplus", "a_log": f32(2), "dt_bias": f32(2, 16)},
+        "kda_prefill": {**layer(5), **qkv(5), "q_indptr": i32([0, 3, 5]), "state": f32(4, 2, 8, 16),
+                        "in_slot": i32([0, 2]), "out_slot": i32([1, 2]), "normalise": True},
+        "kda_decode": {**layer(3), **qkv(3), "state": f32(4, 2, 8, 16), "slot": i32([3, 0, -1])},
+        "kda_verify": {**layer(4), **qkv(4), "state": f32(4, 2, 8, 16), "slot": i32([3, 0]), "mode": "records",
+                       "rows_per_request": 2},
+        "kda_commit": {"scratch": f32(2, 3, 2, 8, 16), "accepted": i32([2, 0]), "slot": i32([3, 0]),
+                       "state": f32(4, 2, 8, 16), "mode": "states"},
+        "causal_conv1d": {"x": bf16(rng, 5, 24), "weight": f32(24, 4), "bias": f32(24), "q_indptr": i32([0, 3, 5]),
+                          "window_state": bf16(rng, 4, 3, 24), "in_slot": i32([0, 2]), "out_slot": i32([1, 2])},
+    }  # fmt: skip
+
+
+def block_calls(rng):
+    """MSA: two requests of two and one rows, blocks of 16 tokens, four query heads over two."""
+    batch = {"kv_len": i32([40, 17]), "q_indptr": i32([0, 2, 3]), "block_size": 16}
+    table = {"page_table": i32([[3, 1, 2, 0], [4, 0, 0, 0]])}
+    keys = {"iq": bf16(rng, 3, 2, 32), "index_k": bf16(rng, 80, 1, 32), **table, **batch}
+    tokens = np.arange(128, dtype=np.int32).reshape(2, 64)
+    return {
+        "build_page_table": {"req_to_token": tokens, "pool_row": i32([1, 0]), "kv_len": i32([40, 17]), "page_size": 16},
+        "msa_block_scores": dict(keys),
+        "msa_select_blocks": {"scores": rng.standard_normal((2, 3, 4)).astype(np.float32), **batch, "topk": 2},
+        "msa_score_select": {**keys, "topk": 2},
+        "msa_attend": {"q": bf16(rng, 3, 4, 32), "k_pool": bf16(rng, 80, 2, 32), "v_pool": bf16(rng, 80, 2, 32),
+                       **table, **batch, "blocks": i32([[[0, 2], [2, 1], [0, 1]]] * 2)},
+    }  # fmt: skip

@@ -5,6 +5,7 @@ import unittest
 import numpy as np
 
 import fovea
+from calls import legal_calls
 from support import BF16, Case, attend, bf16, e4m3_values, f64
 
 
@@ -239,7 +240,120 @@ class MlaTest(Case):
                 self.assert_close(lse[t, h], expected_lse, 1e-5)
 
 
+class KdaTest(Case):
+    def test_prefill_and_decode_follow_the_recurrence(self):
+        rng = np.random.default_rng(14)
+        rows, heads, keys, values = 6, 2, 16, 8
+        q, k, v = bf16(rng, rows, heads, keys), bf16(rng, rows, heads, keys), bf16(rng, rows, heads, values)
+        g = -np.abs(rng.standard_normal((rows, heads, keys))).astype(np.float32) / 4
+        beta = rng.random((rows, heads)).astype(np.float32)
+        state = rng.standard_normal((3, heads, values, keys)).astype(np.float32)
+        expected, expected_state = np.zeros((rows, heads, values)), f64(state)[1].transpose(0, 2, 1)
+        k = (f64(k) / np.linalg.norm(f64(k), axis=-1, keepdims=True)).astype(BF16)
+        for t in range(rows):
+            for h in range(heads):
+                s = np.exp(f64(g)[t, h])[:, None] * expected_state[h]
+                u = f64(beta)[t, h] * (f64(v)[t, h] - s.T @ f64(k)[t, h])
+                expected_state[h] = s + np.outer(f64(k)[t, h], u)
+                expected[t, h] = keys**-0.5 * expected_state[h].T @ f64(q)[t, h]
+        layer = {"gate": "given", "beta_kind": "prob"}
+        out = fovea.kda_prefill(
+            q[:4], k[:4], v[:4], g[:4], beta[:4], i32([0, 4]), **layer, state=state, in_slot=i32([1]), out_slot=i32([2])
+        )
+        self.assert_close(out, expected[:4], 1e-2)
+        for t in (4, 5):
+            one = slice(t, t + 1)
+            out = fovea.kda_decode(g[one], beta[one], state, **layer, q=q[one], k=k[one], v=v[one], slot=i32([2]))
+            self.assert_close(out, expected[one], 1e-2)
+        self.assert_close(state[2].transpose(0, 2, 1), expected_state, 1e-4)
+
+    def test_a_draft_is_verified_and_committed(self):
+        rng = np.random.default_rng(15)
+        layer = {"gate": "given", "beta_kind": "prob"}
+        g, beta = -rng.random((3, 1, 16)).astype(np.float32), rng.random((3, 1)).astype(np.float32)
+        parts = {"q": bf16(rng, 3, 1, 16), "k": bf16(rng, 3, 1, 16, scale=0.2), "v": bf16(rng, 3, 1, 8)}
+        state = rng.standard_normal((2, 1, 8, 16)).astype(np.float32)
+        walked, before = state.copy(), state.copy()
+        out, scratch = fovea.kda_verify(g, beta, state, **layer, mode="records", rows_per_request=3, **parts, slot=i32([1]))
+        self.assert_same(state, before)
+        for t in range(2):
+            one = slice(t, t + 1)
+            row = {name: part[one] for name, part in parts.items()}
+            step = fovea.kda_decode(g[one], beta[one], walked, **layer, **row, slot=i32([1]))
+            self.assert_close(out[one], step, 1e-2)
+        self.assertIsNone(fovea.kda_commit(scratch, i32([2]), i32([1]), state, "records"))
+        self.assert_close(state, walked, 1e-4)
+        self.assert_same(state[0], before[0])
+
+    def test_the_example_of_the_convolution(self):
+        window = np.array([-3, 0, 7]).astype(BF16).reshape(1, 3, 1)
+        out = fovea.causal_conv1d(
+            np.array([[1], [2], [4]]).astype(BF16), np.array([[1000, 100, 10, 1]], np.float32),
+            bias=np.array([0.5], np.float32), q_indptr=i32([0, 3]), window_state=window, activation="none",
+        )  # fmt: skip
+        self.assertEqual(f64(out).ravel().tolist(), [-2928, 712, 7136])
+        self.assertEqual(f64(window).ravel().tolist(), [1, 2, 4])
+
+    def test_a_gate(self):
+        g = np.array([[[0.5, -2]]], np.float32)
+        decay = fovea.kda_gate(g, "softplus", a_log=np.zeros(1, np.float32))
+        self.assert_close(decay, -np.log1p(np.exp(f64(g))), 1e-6)
+
+
+class MsaTest(Case):
+    def test_the_example_of_the_documentation(self):
+        keys, values = np.zeros((384, 1, 16), BF16), np.zeros((384, 1, 16), BF16)
+        values[:] = (np.arange(384) // 128)[:, None, None]
+        table = i32([[0, 1, 2]])
+        for place, blocks in (("slots", [0, 2]), ("slots", [2, 0]), ("pages", [0, 2])):
+            pools = keys, values
+            if place == "pages":
+                pools = [pool.reshape(3, 128, 1, 16).transpose(0, 2, 1, 3) for pool in pools]
+            out, lse = fovea.msa_attend(
+                np.zeros((1, 1, 16), BF16), *pools, table, i32([300]), i32([0, 1]), i32([[blocks]]), 128
+            )
+            self.assert_close(out, np.full((1, 1, 16), 88 / 172), 1e-2)
+            self.assert_close(lse, [[np.log(172)]], 1e-6)
+
+    def test_scores_select_blocks(self):
+        rng = np.random.default_rng(16)
+        iq, index_k = bf16(rng, 2, 1, 32), bf16(rng, 64, 1, 32)
+        batch = i32([[2, 0, 3]]), i32([40]), i32([0, 2])
+        scores = fovea.msa_block_scores(iq, index_k, *batch, 16, index_scale=0.5)
+        logits = 0.5 * np.einsum("td,jd->tj", f64(iq)[:, 0], f64(index_k)[:, 0].reshape(4, 16, 32)[[2, 0, 3]].reshape(48, 32))
+        for t, seen in enumerate((39, 40)):
+            logits[t, seen:] = -np.inf
+        self.assert_close(scores[0], logits.reshape(2, 3, 16).max(-1), 1e-5)
+        blocks = fovea.msa_select_blocks(scores, *batch[1:], 16, 2)
+        best = np.where(scores[0, :, 0] >= scores[0, :, 1], 0, 1)
+        self.assertEqual(blocks.tolist(), [[[best[0], 2], [best[1], 2]]])
+        self.assert_same(fovea.msa_score_select(iq, index_k, *batch, 16, 2, index_scale=0.5), blocks)
+
+    def test_tables_of_pages(self):
+        table = fovea.build_page_table(i32([range(8), range(16, 24)]), i32([1, 0]), i32([5, 4]), 4)
+        self.assertEqual(table.tolist(), [[4, 5], [0, 0]])
+
+
 class ImplementationTest(Case):
+    def test_every_operator_agrees_with_its_reference(self):
+        for op in legal_calls():
+            if op == "context_split":  # a function of host values
+                continue
+            with self.subTest(op):
+                results = []
+                for impl in (None, "ref"):
+                    arguments = legal_calls()[op]
+                    found = getattr(fovea, op)(**arguments, impl=impl)
+                    found = list(found.values()) if isinstance(found, dict) else found
+                    found = list(found) if isinstance(found, (tuple, list)) else [found]
+                    updated = [arguments[name] for name in ("pool", "state", "window_state") if name in arguments]
+                    results.append([tensor for tensor in found + updated if tensor is not None])
+                for mine, other in zip(*results):
+                    if mine.dtype in (np.int32, np.uint8):
+                        self.assert_same(mine, other)
+                    elif op != "index_logits":  # columns outside a row are unspecified
+                        self.assert_close(mine, other, 2e-2)
+
     def test_every_implementation_of_the_cpu_agrees_with_the_reference(self):
         rng = np.random.default_rng(12)
         q, kv = bf16(rng, 5, 4, 576), bf16(rng, 64, 576)
