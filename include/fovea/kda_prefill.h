@@ -17,6 +17,9 @@ struct KdaPrefillProblem {
   StateLayout state_layout = StateLayout::kVk;  ///< kKv: contiguous states only, without slots.
   int64_t chunk = 0;  ///< C: 16, 32 or 64; 0: the implementation's choice. Snapshots are legal at
                       ///< its multiples (0: of 64).
+  /// Columns of V of one chain on a GPU: 16, 32, 64 or 128, a divisor of V; 0: the implementation's
+  /// choice. It decides how much runs side by side, no bit of a result. A CPU does not look at it.
+  int64_t v_columns = 0;
   CommitMode commit = CommitMode::kDirect;
   bool check = false;  ///< Device contents are judged before anything is written.
 };

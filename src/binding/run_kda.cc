@@ -139,6 +139,7 @@ void run_kda_prefill(NamedCall& call) {
   problem.state_layout = call.choice<StateLayout>(
       "state_layout", {{"vk", StateLayout::kVk}, {"kv", StateLayout::kKv}}, StateLayout::kVk);
   problem.chunk = call.integer("chunk", 0);
+  problem.v_columns = call.integer("v_columns", 0);
   problem.commit = call.choice<CommitMode>(
       "commit", {{"direct", CommitMode::kDirect}, {"staged", CommitMode::kStaged}},
       CommitMode::kDirect);

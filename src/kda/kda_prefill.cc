@@ -35,6 +35,14 @@ void check_problem(const KdaPrefillProblem& problem) {
     internal::invalid(kOp, "chunk = " + std::to_string(problem.chunk) +
                                ", expected 16, 32, 64, or 0 for the implementation's choice");
   }
+  const int64_t columns = problem.v_columns;
+  if (columns != 0 && ((columns != 16 && columns != 32 && columns != 64 && columns != 128) ||
+                       problem.layer.head_dim_v % columns != 0)) {
+    internal::invalid(kOp, "v_columns = " + std::to_string(columns) +
+                               ", expected 16, 32, 64 or 128 that divides head_dim_v = " +
+                               std::to_string(problem.layer.head_dim_v) +
+                               ", or 0 for the implementation's choice");
+  }
   if (problem.state_layout > StateLayout::kKv) internal::invalid(kOp, "state_layout is unknown");
   if (problem.commit > CommitMode::kStaged) internal::invalid(kOp, "commit is unknown");
   if (problem.state_layout == StateLayout::kKv && problem.max_snapshots != 0) {

@@ -614,6 +614,8 @@ TEST(KdaPrefill, RefusesWhatItsTablesDoNotList) {
   refuse_plan([](KdaPrefillProblem& p) { p.max_sequences = int64_t{1} << 31; });
   refuse_plan([](KdaPrefillProblem& p) { p.max_snapshots = -1; });
   refuse_plan([](KdaPrefillProblem& p) { p.chunk = 48; });
+  refuse_plan([](KdaPrefillProblem& p) { p.v_columns = 48, p.layer.head_dim_v = 96; });
+  refuse_plan([](KdaPrefillProblem& p) { p.v_columns = 32, p.layer.head_dim_v = 48; });
   refuse_plan([](KdaPrefillProblem& p) { p.state_layout = StateLayout::kKv; });  // snapshots
   refuse_plan([](KdaPrefillProblem& p) { p.layer.num_heads = 0; });
   refuse_plan([](KdaPrefillProblem& p) { p.layer.num_value_heads = 0; });

@@ -229,6 +229,22 @@ TEST_P(KdaPrefillTest, BatchMatesAndThreadsChangeNoBit) {
   EXPECT_EQ(alone.state.bytes(), test::entry_bytes(batch.state, 2));
 }
 
+TEST_P(KdaPrefillTest, TheColumnsOfAChainChangeNoBit) {
+  for (const int64_t dim : {64, 128}) {
+    PrefillCase call(kda_layer(1, 2, dim, dim), {70, 0, 33}, 13);
+    call.with_states();
+    const PrefillCase untouched = call;
+    run(call);
+    for (int64_t columns = 16; columns <= dim; columns *= 2) {
+      PrefillCase cut = untouched;
+      cut.problem.v_columns = columns;
+      run(cut);
+      EXPECT_EQ(cut.out.bytes(), call.out.bytes()) << columns;
+      EXPECT_EQ(cut.state.bytes(), call.state.bytes()) << columns;
+    }
+  }
+}
+
 // A sequence in two calls, the second from the state of the first.
 TEST_P(KdaPrefillTest, TwoPartsAreTheWhole) {
   for (const int32_t p : {64, 128}) {

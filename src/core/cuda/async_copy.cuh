@@ -42,9 +42,9 @@ __device__ inline void sync_some(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-/// Counts the warp in at such a barrier without waiting, after its writes to shared memory.
+/// Counts the warp in at such a barrier without waiting. The barrier orders what it read and wrote
+/// before, no fence is needed.
 __device__ inline void arrive_some(int barrier, int threads) {
-  __threadfence_block();
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 

@@ -58,9 +58,15 @@ struct ChainStage {
   bf16_t v[kTileRows][kV + 8];
 };
 
+// What a block works on. Consumers read it where they need it: beside the state, registers are few.
+struct __align__(16) ChainPlace {
+  int n, hv, v_begin, first_row;
+};
+
 template <int kK, int kV>
 struct ChainMemory {
   ChainStage<kK, kV> stages[2];
+  ChainPlace place;
   bf16_t out[kV / 16][kTileRows][16];  // of a warp, for whole stores
 };
 
@@ -76,15 +82,22 @@ __device__ inline int channel_of(int t, int slot) {
 
 // ---- producers ----
 
-// What a producer thread holds of a tile: two channels of 8 rows.
+// i is known at compile time.
+__device__ inline float element_of(const float4& word, int i) {
+  return i == 0 ? word.x : i == 1 ? word.y : i == 2 ? word.z : word.w;
+}
+
+// What a producer thread holds of a tile: two channels of 8 rows. Rows past the end hold the last
+// one; they become zeros when they are stored, since a choice would wait for what is loaded.
 template <int kK, int kV>
 struct RawTile {
   static constexpr int kThreads = kK;
   static constexpr int kVectors = (kTileRows * kV / 8 + kThreads - 1) / kThreads;
   static constexpr int kEntries = 2 * kTileRows * kTileRows / 4 / kThreads;
+  int count;  // rows that there are, of kTileRows
   uint32_t q[8], k[8];
   float2 g[8], last;
-  float q_factor[8], k_factor[8];
+  float4 q_factor[2], k_factor[2];
   float4 entries[kEntries];  // of X, then P
   uint4 v[kVectors];
 };
@@ -100,23 +113,28 @@ struct Producer {
   __device__ int channel() const { return 2 * (thread % (kK / 2)); }
   __device__ int first_token() const { return thread / (kK / 2) * 8; }
 
-  __device__ void load(int64_t tile, RawTile<kK, kV>& raw) const {
+  __device__ void load(int tile, RawTile<kK, kV>& raw) const {
     using Raw = RawTile<kK, kV>;
-    const KdaInput& input = params.input;
-    const int64_t record = first_record + tile * input.value_heads;
-    const int64_t t0 = first_row + tile * kTileRows;
+    const int64_t record = first_record + int64_t{tile} * params.input.value_heads;
+    const int64_t t0 = first_row + int64_t{tile} * kTileRows;
+    raw.count = end_row - t0 < kTileRows ? static_cast<int>(end_row - t0) : kTileRows;
+    // One branch for all rows: behind one of its own every load would wait for the one before.
+    if (params.pairs_aligned) {
+      load_pairs<true>(t0, raw);
+    } else {
+      load_pairs<false>(t0, raw);
+    }
     const float* const g =
         params.records.g_sum + record * kTileRows * kK + first_token() * kK + channel();
-    const float* const factor = params.records.factor + record * 2 * kTileRows + first_token();
 #pragma unroll
     for (int row = 0; row < 8; ++row) {
-      const int64_t t = t0 + first_token() + row;
-      const bool used = t < end_row;
-      raw.q[row] = used ? load_pair(input.q.row(t, head) + channel(), params.pairs_aligned) : 0;
-      raw.k[row] = used ? load_pair(input.k.row(t, head) + channel(), params.pairs_aligned) : 0;
       raw.g[row] = *reinterpret_cast<const float2*>(g + row * kK);
-      raw.q_factor[row] = factor[row];
-      raw.k_factor[row] = factor[kTileRows + row];
+    }
+    const float* const factor = params.records.factor + record * 2 * kTileRows + first_token();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      raw.q_factor[half] = *reinterpret_cast<const float4*>(factor + 4 * half);
+      raw.k_factor[half] = *reinterpret_cast<const float4*>(factor + kTileRows + 4 * half);
     }
     raw.last = *reinterpret_cast<const float2*>(params.records.g_sum + record * kTileRows * kK +
                                                 (kTileRows - 1) * kK + channel());
@@ -128,20 +146,42 @@ struct Producer {
                                              : params.records.p + record * kMatrix + at - kMatrix;
       raw.entries[e] = *reinterpret_cast<const float4*>(from);
     }
+    if (params.v_aligned) {
 #pragma unroll
-    for (int e = 0; e < Raw::kVectors; ++e) {
-      const int unit = thread + e * Raw::kThreads;
-      const int64_t t = t0 + unit / (kV / 8);
-      raw.v[e] = make_uint4(0, 0, 0, 0);
-      if (unit >= kTileRows * kV / 8 || t >= end_row) continue;
-      const bf16_t* const from = input.v.row(t, hv) + v_begin + unit % (kV / 8) * 8;
-      if (params.v_aligned) {
-        raw.v[e] = *reinterpret_cast<const uint4*>(from);
-      } else {
+      for (int e = 0; e < Raw::kVectors; ++e) {
+        raw.v[e] = *reinterpret_cast<const uint4*>(values(t0, raw.count, e));
+      }
+    } else {
+#pragma unroll
+      for (int e = 0; e < Raw::kVectors; ++e) {
+        const bf16_t* const from = values(t0, raw.count, e);
         raw.v[e] = make_uint4(load_pair(from, false), load_pair(from + 2, false),
                               load_pair(from + 4, false), load_pair(from + 6, false));
       }
     }
+  }
+
+  template <bool kAligned>
+  __device__ void load_pairs(int64_t t0, RawTile<kK, kV>& raw) const {
+    const KdaInput& input = params.input;
+    // Addresses by row, not step by step: a step that is left out past the end makes the compiler
+    // keep the row before, and wait for it.
+    const bf16_t* const q = input.q.row(t0, head) + channel();
+    const bf16_t* const k = input.k.row(t0, head) + channel();
+#pragma unroll
+    for (int row = 0; row < 8; ++row) {
+      const int64_t token = min(first_token() + row, raw.count - 1);
+      raw.q[row] = load_pair(q + token * input.q.stride[0], kAligned);
+      raw.k[row] = load_pair(k + token * input.k.stride[0], kAligned);
+    }
+  }
+
+  // Unit e of the thread, 8 columns of a row that there is.
+  __device__ const bf16_t* values(int64_t t0, int count, int e) const {
+    constexpr int kUnits = kTileRows * kV / 8;
+    const int unit = min(thread + e * RawTile<kK, kV>::kThreads, kUnits - 1);
+    return params.input.v.row(t0 + min(unit / (kV / 8), count - 1), hv) + v_begin +
+           unit % (kV / 8) * 8;
   }
 
   __device__ void store(const RawTile<kK, kV>& raw, ChainStage<kK, kV>& stage) const {
@@ -151,10 +191,12 @@ struct Producer {
 #pragma unroll
     for (int row = 0; row < 8; ++row) {
       const int token = first_token() + row;
-      const float kx = low_of(raw.k[row]) * raw.k_factor[row];
-      const float ky = high_of(raw.k[row]) * raw.k_factor[row];
-      const float qx = low_of(raw.q[row]) * raw.q_factor[row];
-      const float qy = high_of(raw.q[row]) * raw.q_factor[row];
+      const uint32_t k = token < raw.count ? raw.k[row] : 0;
+      const uint32_t q = token < raw.count ? raw.q[row] : 0;
+      const float k_factor = element_of(raw.k_factor[row / 4], row % 4);
+      const float q_factor = element_of(raw.q_factor[row / 4], row % 4);
+      const float kx = low_of(k) * k_factor, ky = high_of(k) * k_factor;
+      const float qx = low_of(q) * q_factor, qy = high_of(q) * q_factor;
       const float in_x = exp2_fast(raw.g[row].x), in_y = exp2_fast(raw.g[row].y);
       *reinterpret_cast<float2*>(&stage.k_in[token][c]) =
           make_float2(round_tf32(kx * in_x), round_tf32(ky * in_y));
@@ -193,7 +235,9 @@ struct Producer {
     for (int e = 0; e < Raw::kVectors; ++e) {
       const int unit = thread + e * Raw::kThreads;
       if (unit >= kTileRows * kV / 8) continue;
-      *reinterpret_cast<uint4*>(&stage.v[unit / (kV / 8)][unit % (kV / 8) * 8]) = raw.v[e];
+      const int row = unit / (kV / 8);
+      *reinterpret_cast<uint4*>(&stage.v[row][unit % (kV / 8) * 8]) =
+          row < raw.count ? raw.v[e] : make_uint4(0, 0, 0, 0);
     }
   }
 };
@@ -444,27 +488,30 @@ __global__ void __launch_bounds__(kV / 16 * kWarpThreads + kK, 1)
   if (params.table.is_refused()) return;
   const KdaInput& input = params.input;
   const auto per_sequence = static_cast<uint32_t>(input.value_heads * params.slices);
-  const int64_t n = params.table.order[blockIdx.x / per_sequence];
+  // 32 bits hold every row and sequence of a call.
+  const int n = params.table.order[blockIdx.x / per_sequence];
+  const int first_row = static_cast<int>(params.table.offsets[n]);
+  const int length = static_cast<int>(params.table.offsets[n + 1]) - first_row;
   const int hv = static_cast<int>(blockIdx.x % per_sequence) / params.slices;
   const int v_begin = static_cast<int>(blockIdx.x % per_sequence) % params.slices * kV;
-  const int64_t begin = params.table.offsets[n];
-  const int64_t length = params.table.offsets[n + 1] - begin;
-  const int64_t tiles = (length + kTileRows - 1) / kTileRows;
+  if (threadIdx.x == 0) shared.place = {n, hv, v_begin, first_row};
+  __syncthreads();
   const int warp = threadIdx.x / kWarpThreads;
 
   if (warp >= kConsumers) {
     const Producer<kK, kV> producer{params,
-                                    begin,
-                                    begin + length,
+                                    first_row,
+                                    int64_t{first_row} + length,
                                     params.table.tile_begin[n] * int64_t{input.value_heads} + hv,
                                     hv / input.heads_per_key,
                                     hv,
                                     v_begin,
                                     static_cast<int>(threadIdx.x) - kConsumers * kWarpThreads};
+    const int tiles = (length - 1) / kTileRows + (length > 0);
     RawTile<kK, kV> raw;
     if (tiles > 0) producer.load(0, raw);
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-      const int stage = static_cast<int>(tile % 2);
+    for (int tile = 0; tile < tiles; ++tile) {
+      const int stage = tile % 2;
       if (tile >= 2) sync_some(kEmpty + stage, kThreads);
       producer.store(raw, shared.stages[stage]);
       arrive_some(kFull + stage, kThreads);
@@ -473,34 +520,37 @@ __global__ void __launch_bounds__(kV / 16 * kWarpThreads + kK, 1)
     return;
   }
 
-  const int v = v_begin + 16 * warp;
   const PrefillTargets& targets = params.targets;
   WarpState<kK> state;
-  load_state<kK>(targets.states, targets.routes.start(n), hv, v, state);
+  load_state<kK>(targets.states, targets.routes.start(n), hv, v_begin + 16 * warp, state);
   SnapshotCursor snapshots(targets.snapshots, n, params.table.snapshots[n] > 0);
   const bool keeps_chunks = targets.chunk_states.data != nullptr;
-  for (int64_t tile = 0;; ++tile) {
-    const bool last = tile == tiles;
-    const int64_t position = last ? length : tile * kTileRows;
+  for (int position = 0;;) {
+    const bool last = position == length;
     const bool due = snapshots.is_due(position);
     // Whatever this state goes to, in one loop: its stores are too much code for three places.
     if (last || due || keeps_chunks) {
+      const ChainPlace place = shared.place;
+      const int v = place.v_begin + 16 * warp;
       for (int64_t m = -2; m < snapshots.end();
-           m = m < -1 ? m + 1 : snapshots.find(m + 1, position)) {
-        const auto [access, entry] = target_at(params, n, length, position, m);
-        if (entry >= 0) store_state<kK>(state, access, entry, hv, v);
+           m = m < -1 ? m + 1 : snapshots.find(place.n, m + 1, position)) {
+        const auto [access, entry] = target_at(params, place.n, length, position, m);
+        if (entry >= 0) store_state<kK>(state, access, entry, place.hv, v);
       }
-      if (due) snapshots.advance(position);
+      if (due) snapshots.advance(place.n, position);
     }
     if (last) break;
-    const int stage = static_cast<int>(tile % 2);
+    const int stage = position / kTileRows % 2;
     MmaC result[2];
     sync_some(kFull + stage, kThreads);
     advance<kK, kV>(shared.stages[stage], warp, state, result);
-    if (tile + 2 < tiles) arrive_some(kEmpty + stage, kThreads);
-    const int64_t left = length - position;
-    store_out(result, shared.out[warp], params.out, begin + position,
-              left < kTileRows ? static_cast<int>(left) : kTileRows, hv, v, params.out_aligned);
+    const int left = length - position;
+    if (left > 2 * kTileRows) arrive_some(kEmpty + stage, kThreads);
+    const int count = min(left, kTileRows);
+    const ChainPlace place = shared.place;
+    store_out(result, shared.out[warp], params.out, int64_t{place.first_row} + position, count,
+              place.hv, place.v_begin + 16 * warp, params.out_aligned);
+    position += count;
   }
 }
 

@@ -34,15 +34,22 @@ int64_t max_tiles(const KdaPrefillProblem& problem) {
   return problem.max_rows / kTileRows + problem.max_sequences;
 }
 
-// Columns of V of one block: as many as leave a block for most multiprocessors, because the blocks
-// of one state repeat each other's preparation.
-int slice_columns(const KdaPrefillProblem& problem, const Device& device) {
-  const int64_t blocks = problem.max_sequences * problem.layer.num_value_heads;
-  const int64_t wanted = int64_t{cuda::device_facts(device.ordinal).num_sms} * 4 / 5;
+// Columns of V of one block: those whose waves of blocks, times what a tile takes, are the least;
+// of equals the most, because the blocks of one state repeat each other's work.
+int slice_columns(const KdaPrefillProblem& problem, int64_t num_sequences, const Device& device) {
+  if (problem.v_columns != 0) return static_cast<int>(problem.v_columns);
+  const int64_t dim = problem.layer.head_dim_v;
+  const int64_t sms = cuda::device_facts(device.ordinal).num_sms;
   int best = 16;
-  for (const int columns : {32, 64}) {
-    if (problem.layer.head_dim_v % columns != 0) continue;
-    if (blocks * (problem.layer.head_dim_v / columns) >= wanted) best = columns;
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for (const int columns : {16, 32, 64, 128}) {
+    if (dim % columns != 0 || columns > problem.layer.head_dim_k) continue;
+    const int64_t blocks = num_sequences * problem.layer.num_value_heads * (dim / columns);
+    // Hundredths of a tile with fewer warps, whose number hardly matters below eight.
+    const int64_t cost = (blocks + sms - 1) / sms * (columns == 128 ? 115 : 100);
+    if (cost > least) continue;
+    least = cost;
+    best = columns;
   }
   return best;
 }
@@ -99,6 +106,9 @@ void launch_tiles(const ChainParams& chain, int columns, int64_t tiles, Stream s
                {dim3(static_cast<unsigned>(tiles * chain.input.value_heads)), dim3(kK / 2)}, stream,
                prepare);
   switch (columns) {
+    case 128:
+      if constexpr (kK == 128) return launch_chain<kK, 128>(chain, stream);
+      [[fallthrough]];
     case 64:
       return launch_chain<kK, 64>(chain, stream);
     case 32:
@@ -139,6 +149,12 @@ ChainParams make_params(const KdaPrefillProblem& problem, const KdaPrefillTensor
 
 Refusal kda_prefill_cuda_supports(const KdaPrefillProblem& problem) {
   const KdaLayer& layer = problem.layer;
+  if (problem.v_columns != 0 && !is_tiled(layer)) {
+    return "takes v_columns with head_dim_k 64 or 128 and head_dim_v a multiple of 16 only";
+  }
+  if (problem.v_columns > layer.head_dim_k) {
+    return "takes v_columns = " + std::to_string(problem.v_columns) + " with head_dim_k 128 only";
+  }
   const double groups = is_tiled(layer) ? static_cast<double>(max_tiles(problem)) : 0.0;
   const double blocks = std::max(groups, static_cast<double>(problem.max_sequences) *
                                              static_cast<double>((layer.head_dim_v + 15) / 16)) *
@@ -191,7 +207,7 @@ void kda_prefill_cuda_portable(const KdaPrefillProblem& problem, const Device& d
   const SequenceParams sequences{params.table, offsets, targets.snapshots, targets.interval};
   cuda::launch(kOp, cuda::fill_sequences, one_block, stream, sequences);
   if (is_tiled(layer)) {
-    const int columns = slice_columns(problem, device);
+    const int columns = slice_columns(problem, params.num_sequences, device);
     params.slices = static_cast<int>(layer.head_dim_v) / columns;
     const int64_t tiles = num_rows / kTileRows + params.num_sequences;
     if (layer.head_dim_k == 128) {

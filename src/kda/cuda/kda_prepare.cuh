@@ -15,8 +15,9 @@
 ///   A_ij = beta_i k_i . (k_j exp2(G_i - G_j)), j < i      X = (I + A)^-1
 ///   P_ij =        q_i . (k_j exp2(G_i - G_j)), j <= i
 ///
-/// exp2 is taken of differences of G that are never positive, one per pair of rows and channel: no
-/// gate needs another path, and row i depends on rows <= i alone, bit for bit.
+/// exp2 is taken of differences of G that are never positive, one per pair of rows and channel
+/// within the tile's halves; between them exp2(G_i - G_j) = exp2(G_i - G_8) exp2(G_8 - G_j), both
+/// at most 1. No gate needs another path, and row i depends on rows <= i alone, bit for bit.
 namespace fovea::internal::cuda {
 
 /// What prepare leaves of tile t and value head hv, at index t * HV + hv.
@@ -42,6 +43,8 @@ struct PrepareParams {
   bool pairs_aligned;  // rows of q and k start at multiples of 4 bytes
 };
 
+inline constexpr int kRowsAtOnce = 4;  // read before any of them is used
+
 // Two neighbouring bf16 as one word.
 __device__ inline uint32_t load_pair(const bf16_t* from, bool aligned) {
   if (aligned) return *reinterpret_cast<const uint32_t*>(from);
@@ -50,22 +53,84 @@ __device__ inline uint32_t load_pair(const bf16_t* from, bool aligned) {
 __device__ inline float low_of(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ inline float high_of(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000); }
 
-// Products of row i with rows j <= i over one warp's channels: lane j gets that of k_i, lane 16 + j
-// that of q_i. i < kRows.
-template <int kRows>
-__device__ inline float pair_sums(int i, float2 g_i, uint32_t k_i, uint32_t q_i,
-                                  const float2 (&g)[kTileRows], const uint32_t (&k)[kTileRows]) {
-  float sums[32] = {};
+// Two channels of rows `first` .. + 3 of a tile; rows behind `last` hold that one. All of it is
+// read behind one branch a type: behind one a row every load would wait for the one before.
+struct RawRows {
+  uint32_t q[kRowsAtOnce], k[kRowsAtOnce];
+  float2 gate[kRowsAtOnce];
+
+  __device__ void load(const PrepareParams& params, int64_t first_row, int first, int last,
+                       int head, int hv, int channel) {
+    const KdaInput& input = params.input;
+    const auto row_at = [&](int r) { return first_row + min(first + r, last); };
+    if (params.pairs_aligned) {
 #pragma unroll
-  for (int j = 0; j < kRows; ++j) {
-    // Rows behind i may hold anything: their weight is chosen, not computed.
-    const float x = j <= i ? exp2_fast(g_i.x - g[j].x) * low_of(k[j]) : 0.0f;
-    const float y = j <= i ? exp2_fast(g_i.y - g[j].y) * high_of(k[j]) : 0.0f;
-    sums[j] = fmaf(high_of(k_i), y, low_of(k_i) * x);
-    sums[16 + j] = fmaf(high_of(q_i), y, low_of(q_i) * x);
+      for (int r = 0; r < kRowsAtOnce; ++r) {
+        q[r] = load_pair(input.q.row(row_at(r), head) + channel, true);
+        k[r] = load_pair(input.k.row(row_at(r), head) + channel, true);
+      }
+    } else {
+#pragma unroll
+      for (int r = 0; r < kRowsAtOnce; ++r) {
+        q[r] = load_pair(input.q.row(row_at(r), head) + channel, false);
+        k[r] = load_pair(input.k.row(row_at(r), head) + channel, false);
+      }
+    }
+    const auto at = [&](int r) { return row_at(r) * input.g_row + hv * input.g_head + channel; };
+    if (input.g_is_bf16) {
+      const auto* const data = static_cast<const bf16_t*>(input.g);
+      bf16_t x[kRowsAtOnce], y[kRowsAtOnce];
+#pragma unroll
+      for (int r = 0; r < kRowsAtOnce; ++r) {
+        x[r] = data[at(r)];
+        y[r] = data[at(r) + 1];
+      }
+#pragma unroll
+      for (int r = 0; r < kRowsAtOnce; ++r) {
+        gate[r] = make_float2(bf16_to_float(x[r]), bf16_to_float(y[r]));
+      }
+    } else {
+      const auto* const data = static_cast<const float*>(input.g);
+#pragma unroll
+      for (int r = 0; r < kRowsAtOnce; ++r) gate[r] = make_float2(data[at(r)], data[at(r) + 1]);
+    }
   }
-  return sum_transposed(sums);
-}
+};
+
+// Two channels of row i. Its products with row j go to `sums`: that of k_i to j, that of q_i to 16
+// + j.
+struct PairRow {
+  float2 g;
+  uint32_t k, q;
+
+  // The row times exp2(G_i - G_m), m <= i.
+  __device__ float2 decayed(uint32_t row, float2 g_m) const {
+    return make_float2(exp2_fast(g.x - g_m.x) * low_of(row), exp2_fast(g.y - g_m.y) * high_of(row));
+  }
+  // Rows kFirst .. kFirst + 7, an exponential a pair. Rows behind i may hold anything: their weight
+  // is chosen, not computed.
+  template <int kFirst>
+  __device__ void multiply_near(int i, const float2 (&g_of)[kTileRows],
+                                const uint32_t (&k_of)[kTileRows], float (&sums)[32]) const {
+#pragma unroll
+    for (int j = kFirst; j < kFirst + kTileRows / 2; ++j) {
+      const float x = j <= i ? exp2_fast(g.x - g_of[j].x) * low_of(k_of[j]) : 0.0f;
+      const float y = j <= i ? exp2_fast(g.y - g_of[j].y) * high_of(k_of[j]) : 0.0f;
+      sums[j] = fmaf(high_of(k), y, low_of(k) * x);
+      sums[16 + j] = fmaf(high_of(q), y, low_of(q) * x);
+    }
+  }
+  // Rows 0 .. 7 for a row of the other half: far[j] is k_j exp2(G_8 - G_j).
+  __device__ void multiply_far(float2 g_8, const float2 (&far)[kTileRows / 2],
+                               float (&sums)[32]) const {
+    const float2 own_k = decayed(k, g_8), own_q = decayed(q, g_8);
+#pragma unroll
+    for (int j = 0; j < kTileRows / 2; ++j) {
+      sums[j] = fmaf(own_k.y, far[j].y, own_k.x * far[j].x);
+      sums[16 + j] = fmaf(own_q.y, far[j].y, own_q.x * far[j].x);
+    }
+  }
+};
 
 // Column `lane` of (I + A)^-1 by forward substitution: entries stay within [-1, 1] for unit keys
 // and beta in [0, 1], which products of powers of A do not.
@@ -123,21 +188,25 @@ __global__ void __launch_bounds__(kK / 2)
     float norms[32];
     float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
-    for (int row = 0; row < kTileRows; ++row) {
-      uint32_t q = 0;
-      k[row] = 0;
-      if (row < count) {
-        const int64_t t = first_row + row;
-        k[row] = load_pair(input.k.row(t, head) + channel, params.pairs_aligned);
-        q = load_pair(input.q.row(t, head) + channel, params.pairs_aligned);
-        sum.x += input.log2_decay(input.load_gate(t, hv, channel), bias_x, rate);
-        sum.y += input.log2_decay(input.load_gate(t, hv, channel + 1), bias_y, rate);
+    for (int first = 0; first < kTileRows; first += kRowsAtOnce) {
+      RawRows raw;
+      raw.load(params, first_row, first, count - 1, head, hv, channel);
+#pragma unroll
+      for (int r = 0; r < kRowsAtOnce; ++r) {
+        const int row = first + r;
+        const bool used = row < count;
+        const uint32_t q = used ? raw.q[r] : 0;
+        k[row] = used ? raw.k[r] : 0;
+        if (used) {
+          sum.x += input.log2_decay(raw.gate[r].x, bias_x, rate);
+          sum.y += input.log2_decay(raw.gate[r].y, bias_y, rate);
+        }
+        g[row] = sum;
+        own_g[row][threadIdx.x] = sum;
+        own_kq[row][threadIdx.x] = make_uint2(k[row], q);
+        norms[row] = fmaf(high_of(q), high_of(q), low_of(q) * low_of(q));
+        norms[16 + row] = fmaf(high_of(k[row]), high_of(k[row]), low_of(k[row]) * low_of(k[row]));
       }
-      g[row] = sum;
-      own_g[row][threadIdx.x] = sum;
-      own_kq[row][threadIdx.x] = make_uint2(k[row], q);
-      norms[row] = fmaf(high_of(q), high_of(q), low_of(q) * low_of(q));
-      norms[16 + row] = fmaf(high_of(k[row]), high_of(k[row]), low_of(k[row]) * low_of(k[row]));
     }
     if (input.normalise) squares[warp][lane] = sum_transposed(norms);
   }
@@ -146,16 +215,32 @@ __global__ void __launch_bounds__(kK / 2)
 #pragma unroll
   for (int row = 0; row < kTileRows; ++row) g_sum[row * (kK / 2)] = g[row];
 
-    // A row's own values come from shared memory: registers have no index.
+  // A row's own values come from shared memory: registers have no index.
+  const auto own = [&](int i) {
+    const uint2 kq = own_kq[i][threadIdx.x];
+    return PairRow{own_g[i][threadIdx.x], kq.x, kq.y};
+  };
 #pragma unroll 1
   for (int i = 0; i < kTileRows / 2; ++i) {
-    const uint2 kq = own_kq[i][threadIdx.x];
-    partial[warp][i][lane] = pair_sums<kTileRows / 2>(i, own_g[i][threadIdx.x], kq.x, kq.y, g, k);
+    float sums[32] = {};
+    const PairRow row = own(i);
+    row.template multiply_near<0>(i, g, k, sums);
+    partial[warp][i][lane] = sum_transposed(sums);
   }
+  float2 far[kTileRows / 2];
+#pragma unroll
+  for (int j = 0; j < kTileRows / 2; ++j) {
+    far[j] = make_float2(exp2_fast(g[8].x - g[j].x) * low_of(k[j]),
+                         exp2_fast(g[8].y - g[j].y) * high_of(k[j]));
+  }
+  const float2 g_8 = g[8];
 #pragma unroll 1
   for (int i = kTileRows / 2; i < kTileRows; ++i) {
-    const uint2 kq = own_kq[i][threadIdx.x];
-    partial[warp][i][lane] = pair_sums<kTileRows>(i, own_g[i][threadIdx.x], kq.x, kq.y, g, k);
+    float sums[32];
+    const PairRow row = own(i);
+    row.multiply_far(g_8, far, sums);
+    row.template multiply_near<kTileRows / 2>(i, g, k, sums);
+    partial[warp][i][lane] = sum_transposed(sums);
   }
   __syncthreads();
   if (threadIdx.x < 2 * kTileRows) {

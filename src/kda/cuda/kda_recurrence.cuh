@@ -26,7 +26,7 @@ static __global__ void __launch_bounds__(kRecurrenceWarps* kWarpThreads)
   const KdaInput& input = chain.input;
   const PrefillTargets& targets = chain.targets;
   const auto per_sequence = static_cast<uint32_t>(input.value_heads * chain.slices);
-  const int64_t n = chain.table.order[blockIdx.x / per_sequence];
+  const int n = chain.table.order[blockIdx.x / per_sequence];
   const int hv = static_cast<int>(blockIdx.x % per_sequence) / chain.slices;
   const int slice = static_cast<int>(blockIdx.x % per_sequence) % chain.slices;
   const int lane = threadIdx.x % kWarpThreads;
@@ -35,7 +35,7 @@ static __global__ void __launch_bounds__(kRecurrenceWarps* kWarpThreads)
   if (v0 >= params.head_dim_v) return;
   const int head = hv / input.heads_per_key;
   const int64_t begin = chain.table.offsets[n];
-  const int64_t length = chain.table.offsets[n + 1] - begin;
+  const int length = static_cast<int>(chain.table.offsets[n + 1] - begin);
   const float rate = input.rate(hv);
   float state[kRecurrenceRows][kMaxLaneChannels];
   const auto for_state = [&](auto each) {
@@ -60,14 +60,14 @@ static __global__ void __launch_bounds__(kRecurrenceWarps* kWarpThreads)
   }
   SnapshotCursor snapshots(targets.snapshots, n, chain.table.snapshots[n] > 0);
 #pragma unroll 1
-  for (int64_t position = 0;; ++position) {
+  for (int position = 0;; ++position) {
     for (int64_t m = -2; m < snapshots.end();
-         m = m < -1 ? m + 1 : snapshots.find(m + 1, position)) {
+         m = m < -1 ? m + 1 : snapshots.find(n, m + 1, position)) {
       const auto [access, entry] = target_at(chain, n, length, position, m);
       if (entry < 0) continue;
       for_state([&](int r, int i, int v, int c) { access.store(entry, hv, v, c, state[r][i]); });
     }
-    if (snapshots.is_due(position)) snapshots.advance(position);
+    if (snapshots.is_due(position)) snapshots.advance(n, position);
     if (position == length) break;
     const int64_t t = begin + position;
     float k[kMaxLaneChannels], q[kMaxLaneChannels];

@@ -92,36 +92,36 @@ struct PrefillTargets {
   }
 };
 
-/// Finds the snapshots of sequence n as a chain over its rows passes them. A call may list
+/// Finds the snapshots of a sequence n as a chain over its rows passes them. A call may list
 /// hundreds, most of other sequences or later rows: a position where none is due costs one
 /// comparison. Whole warps call it.
 class SnapshotCursor {
  public:
-  __device__ SnapshotCursor(const SnapshotList& snapshots, int64_t n, bool any)
-      : snapshots_(snapshots), n_(n) {
-    if (any) advance(-1);
+  __device__ SnapshotCursor(const SnapshotList& snapshots, int n, bool any)
+      : snapshots_(snapshots) {
+    if (any) advance(n, -1);
   }
 
   __device__ int64_t end() const { return snapshots_.count; }
-  __device__ bool is_due(int64_t position) const { return next_ <= position; }
+  __device__ bool is_due(int position) const { return next_ <= position; }
   /// The first snapshot of `position` from entry m on; end() when there is none.
-  __device__ int64_t find(int64_t m, int64_t position) const {
+  __device__ int64_t find(int n, int64_t m, int position) const {
     if (!is_due(position)) return end();
     for (int64_t base = m; base < end(); base += kWarpThreads) {
       const int64_t own = base + threadIdx.x % kWarpThreads;
       const unsigned found =
-          __ballot_sync(0xFFFFFFFF, own < end() && snapshots_.sequence[own] == n_ &&
+          __ballot_sync(0xFFFFFFFF, own < end() && snapshots_.sequence[own] == n &&
                                         snapshots_.position[own] == position);
       if (found != 0) return base + __ffs(static_cast<int>(found)) - 1;
     }
     return end();
   }
   /// Goes on behind `position`.
-  __device__ void advance(int64_t position) {
+  __device__ void advance(int n, int position) {
     int32_t least = kNone;
     for (int64_t m = threadIdx.x % kWarpThreads; m < end(); m += kWarpThreads) {
       const int32_t p = snapshots_.position[m];
-      if (snapshots_.sequence[m] == n_ && p > position) least = min(least, p);
+      if (snapshots_.sequence[m] == n && p > position) least = min(least, p);
     }
     next_ = __reduce_min_sync(0xFFFFFFFF, least);
   }
@@ -130,7 +130,6 @@ class SnapshotCursor {
   static constexpr int32_t kNone = std::numeric_limits<int32_t>::max();
 
   const SnapshotList& snapshots_;
-  int64_t n_;
   int32_t next_ = kNone;
 };
 
