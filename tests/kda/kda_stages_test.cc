@@ -57,7 +57,11 @@ struct StageCase {
 
   template <class Op>
   void run(const Options& options, const typename Op::Tensors& tensors, int threads = 1) {
-    test::run(Op::plan(problem, test::device_of(options, threads), options), tensors);
+    const Op plan = Op::plan(problem, test::device_of(options, threads), options);
+    HostBuffer workspace(plan.workspace_bytes());
+    // What a workspace held before must not pass for a table of sequences.
+    std::fill_n(static_cast<uint8_t*>(workspace.data()), workspace.bytes(), uint8_t{0x11});
+    plan.run(tensors, workspace.workspace());
   }
 
   void gate(const Options& options, int threads = 1) {
@@ -500,6 +504,22 @@ TEST_P(KdaStageInterTest, RowsOfNoSequenceAndChunksPastTheArrayAreLeftOut) {
   EXPECT_EQ(test::entries_bytes(call.chunk_states, 2, 5),
             test::entries_bytes(blank.chunk_states, 2, 5));
   EXPECT_EQ(test::entries_bytes(call.out, 35, 60), test::entries_bytes(blank.out, 35, 60));
+}
+
+TEST_P(KdaStageInterTest, WithoutSequencesNothingIsReadOrWritten) {
+  const Options options = GetParam().options();
+  StageCase call(stage_layer(), {70}, 16, 10);
+  call.q_indptr = Tensor::i32({1}, {0});
+  StageCase blank = call;
+  call.gate(options);
+  call.intra(options);
+  call.output(options);
+  for (const auto& [written, untouched] :
+       {std::pair{&call.g_sum, &blank.g_sum}, std::pair{&call.q_hat, &blank.q_hat},
+        std::pair{&call.p, &blank.p}, std::pair{&call.u0, &blank.u0},
+        std::pair{&call.out, &blank.out}}) {
+    EXPECT_EQ(written->bytes(), untouched->bytes());
+  }
 }
 
 TEST(KdaStages, RefuseWhatTheirTablesDoNotList) {

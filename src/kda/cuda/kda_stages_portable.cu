@@ -546,6 +546,8 @@ cuda::LaunchShape blocks_of(const StageParams& params, int64_t parts) {
           dim3(kThreads)};
 }
 cuda::LaunchShape chunk_blocks(const StageParams& params, int64_t num_rows) {
+  // Without sequences there is no table of them to look at.
+  if (params.num_sequences == 0) return blocks_of(params, 0);
   return blocks_of(params, num_rows / params.chunk + params.num_sequences);
 }
 
