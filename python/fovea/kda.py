@@ -84,6 +84,7 @@ def kda_prefill(
     scale: Optional[float] = None,
     state_layout: str = "vk",
     chunk: Optional[int] = None,
+    v_columns: Optional[int] = None,
     commit: str = "direct",
     check: bool = False,
     impl: Optional[str] = None,
@@ -109,6 +110,7 @@ def kda_prefill(
         scale: None: K^-1/2.
         state_layout: "vk" or "kv" ([N, HV, K, V]).
         chunk: 16, 32 or 64; None: free.
+        v_columns: 16, 32, 64 or 128: columns of V that one chain of a GPU takes; changes no bit. None: free.
         commit: "direct" or "staged" (whatever fails, the pool stays bit-identical).
         check: judge slots, snapshots and offsets before anything is written.
 
@@ -136,7 +138,7 @@ def kda_prefill(
         "snapshot_slot": snapshot_slot,
     }
     params = _layer(gate, lower_bound, beta_kind, allow_neg_eigval, normalise, scale, check)
-    params.update(state_layout=state_layout, chunk=chunk, commit=commit)
+    params.update(state_layout=state_layout, chunk=chunk, v_columns=v_columns, commit=commit)
     return call("kda_prefill", ("out",), tensors, params, out, impl, stream)
 
 
