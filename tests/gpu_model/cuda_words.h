@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "tests/gpu_model/gpu_model.h"
@@ -14,10 +15,11 @@
 #define __noinline__
 #define __launch_bounds__(...)
 #define __grid_constant__
-#define __shared__
+#define __shared__ thread_local  // of the one thread whose fibers the block is
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define threadIdx (fovea::test::gpu::lane().thread)
 #define blockIdx (fovea::test::gpu::lane().block)
+#define blockDim (fovea::test::gpu::lane().threads)
 
 using dim3 = fovea::test::gpu::Dim;
 struct alignas(8) uint2 {
@@ -35,6 +37,7 @@ struct alignas(16) float4 {
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline float __uint_as_float(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, 4);
@@ -45,12 +48,38 @@ inline uint32_t __float_as_uint(float value) {
   std::memcpy(&bits, &value, 4);
   return bits;
 }
+inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
+inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t order) {
+  const uint64_t both = low | static_cast<uint64_t>(high) << 32;
+  uint32_t bytes = 0;
+  for (int i = 0; i < 4; ++i)
+    bytes |= static_cast<uint32_t>(both >> (order >> (4 * i) & 7) * 8 & 0xFF) << (8 * i);
+  return bytes;
+}
+inline int atomicAdd(int* at, int value) {
+  const int old = *at;
+  *at += value;
+  return old;
+}
 using std::isnan;
+using std::max;
+using std::min;
 
 inline void __syncthreads() { fovea::test::gpu::wait_block(0, 0); }
 inline void __syncwarp() { fovea::test::gpu::wait_warp(); }
-inline float __shfl_xor_sync(uint32_t, float value, unsigned mask) {
-  return fovea::test::gpu::Exchange<float>(value).from(threadIdx.x % 32 ^ mask);
+template <class T>
+T __shfl_sync(uint32_t, T value, unsigned from) {
+  return fovea::test::gpu::Exchange<T>(value).from(from % 32);
+}
+template <class T>
+T __shfl_xor_sync(uint32_t, T value, unsigned mask) {
+  return fovea::test::gpu::Exchange<T>(value).from(threadIdx.x % 32 ^ mask);
+}
+template <class T>
+T __shfl_up_sync(uint32_t, T value, unsigned steps) {
+  const unsigned own = threadIdx.x % 32;
+  return fovea::test::gpu::Exchange<T>(value).from(own < steps ? own : own - steps);
 }
 inline uint32_t __ballot_sync(uint32_t, bool value) {
   const fovea::test::gpu::Exchange<bool> shown(value);
@@ -58,5 +87,6 @@ inline uint32_t __ballot_sync(uint32_t, bool value) {
   for (unsigned i = 0; i < 32; ++i) bits |= static_cast<uint32_t>(shown.from(i)) << i;
   return bits;
 }
+inline bool __any_sync(uint32_t mask, bool value) { return __ballot_sync(mask, value) != 0; }
 inline bool __all_sync(uint32_t mask, bool value) { return __ballot_sync(mask, value) == ~0u; }
 // NOLINTEND

@@ -99,7 +99,8 @@ void start_block(const Dim& at) {
   block.failure.clear();
   for (size_t i = 0; i < block.fibers.size(); ++i) {
     Fiber& fiber = block.fibers[i];
-    fiber.lane = {{static_cast<unsigned>(i), 0, 0}, at};
+    fiber.lane = {
+        {static_cast<unsigned>(i), 0, 0}, at, {static_cast<unsigned>(block.fibers.size()), 1, 1}};
     fiber.copies.clear();
     fiber.waits_for = nullptr;
     fiber.exchanges = 0;

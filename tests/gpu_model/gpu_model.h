@@ -26,7 +26,7 @@ struct Dim {
 
 /// What a thread that runs is.
 struct Lane {
-  Dim thread, block;
+  Dim thread, block, threads;  ///< `threads`: of a block
 };
 const Lane& lane();
 

@@ -10,7 +10,7 @@
 namespace fovea::internal {
 namespace {
 
-alignas(1024) uint8_t memory[256 << 10];  // shared memory of the block that runs
+alignas(1024) thread_local uint8_t memory[256 << 10];  // shared memory of the block that runs
 
 }  // namespace
 }  // namespace fovea::internal

@@ -70,15 +70,20 @@ __device__ inline void load_b_transposed_deep(const bf16_t* tile, int stride, Mm
                : "memory");
 }
 
+/// load_b() from rows that the lanes name: lane l gives 16 bytes, 8 columns, of row l % 16, columns
+/// 0..7 the lanes below 16, 8..15 the others.
+__device__ inline void load_b_units(const void* unit, MmaB& low, MmaB& high) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(low.x[0]), "=r"(low.x[1]), "=r"(high.x[0]), "=r"(high.x[1])
+               : "r"(shared_address(unit))
+               : "memory");
+}
+
 /// Two B's, columns 0..7 and 8..15, from `tile` [16 rows][16 columns] as it stands: the product
 /// with a row-major matrix of values.
 __device__ inline void load_b(const bf16_t* tile, int stride, MmaB& low, MmaB& high) {
   const int lane = threadIdx.x % 32;
-  const bf16_t* const row = tile + (lane % 16) * stride + lane / 16 * 8;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(low.x[0]), "=r"(low.x[1]), "=r"(high.x[0]), "=r"(high.x[1])
-               : "r"(shared_address(row))
-               : "memory");
+  load_b_units(tile + (lane % 16) * stride + lane / 16 * 8, low, high);
 }
 
 }  // namespace fovea::internal::cuda

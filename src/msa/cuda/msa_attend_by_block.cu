@@ -1,9 +1,8 @@
-#include <cuda_fp16.h>
-
 #include <algorithm>
 #include <limits>
 
 #include "src/core/cuda/async_copy.cuh"
+#include "src/core/cuda/f16.cuh"
 #include "src/core/workspace.h"
 #include "src/msa/cuda/msa_attend_kernels.cuh"
 
@@ -31,8 +30,6 @@ constexpr int kMaxBlockKeys = 128;
 constexpr int kKeyTiles = kMaxBlockKeys / 8;
 constexpr int kMaxDim = 128;
 constexpr int kPassChannels = 64;  // of the values, whose sums a warp has at a time
-// Keys of equal weight that leave the output its last bit where a weight is one bf16.
-constexpr float kManyKeys = 96;
 constexpr int kFoldWarps = 4;
 constexpr int kCutThreads = 1024;
 constexpr int kListThreads = 256;
@@ -76,7 +73,7 @@ struct ByBlockParams {
   Place* places;           // as many as targets
   Item* items;             // [slabs * items_per_slab]
   int32_t* first_items;    // [slabs + 1]
-  __half* part_values;     // [rows of a slab][KV heads][topk][group][head_dim]
+  uint16_t* part_values;   // [rows of a slab][KV heads][topk][group][head_dim]
   PartState* part_state;   // [rows of a slab][KV heads][topk][group]
 };
 
@@ -227,36 +224,48 @@ class PlaceWork {
         lane_(threadIdx.x % kWarpThreads),
         g_(lane_ / 4),
         c_(lane_ % 4),
-        keys_(shared.keys + g_ * 2 * kDim + 16 * BlockMemory<kDim>::key_unit(g_, c_)),
-        values_(cuda::shared_address(shared.values) + lane_ % 16 * 2 * kDim +
-                16 * BlockMemory<kDim>::value_unit(lane_ % 16, lane_ / 16)) {}
+        shared_(shared),
+        key_at_(g_ * 2 * kDim + 16 * BlockMemory<kDim>::key_unit(g_, c_)),
+        value_at_(lane_ % 16 * 2 * kDim +
+                  16 * BlockMemory<kDim>::value_unit(lane_ % 16, lane_ / 16)) {}
 
-  // To `to` [group][head_dim] and `state_to` [group]. `blocks`: of the row's list.
-  __device__ void run(int64_t t, int64_t kv_head, int seen, int blocks, __half* to,
+  // To `to` [group][head_dim] and `state_to` [group].
+  __device__ void run(int64_t t, int64_t kv_head, int seen, uint16_t* to,
                       PartState* state_to) const {
     MmaC weights[kKeyTiles];
-    float sum[2];  // of the weights as they are multiplied
-    bool careful = true;
-    if (seen == kMaxBlockKeys) {
-      careful = weigh<true>(t, kv_head, seen, blocks, state_to, sum, weights);
+    float sum[2];
+    const bool whole = seen == kMaxBlockKeys;
+    if (whole) {
+      weigh<true>(t, kv_head, seen, state_to, sum, weights);
     } else {
-      weigh<false>(t, kv_head, seen, blocks, state_to, sum, weights);
+      weigh<false>(t, kv_head, seen, state_to, sum, weights);
     }
 #pragma unroll 1
     for (int first = 0; first < kDim; first += kPassChannels) {
       MmaC out[kProducts];
-      if (careful) {
+      bool done = whole;
+      if (whole) {
         multiply<true>(weights, seen, first, out);
-      } else {
-        multiply<false>(weights, seen, first, out);
+        done = __any_sync(0xFFFFFFFF, has_nan(out)) == 0;
       }
+      if (!done) multiply<false>(weights, seen, first, out);
       store(sum, first, out, to, state_to);
     }
   }
 
  private:
+  __device__ static bool has_nan(const MmaC (&out)[kProducts]) {
+    bool nan = false;
+#pragma unroll
+    for (const MmaC& value : out) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) nan = nan || isnan(value.x[i]);
+    }
+    return nan;
+  }
+
   // Channels from `first` on.
-  __device__ void store(const float (&sum)[2], int first, MmaC (&out)[kProducts], __half* to,
+  __device__ void store(const float (&sum)[2], int first, MmaC (&out)[kProducts], uint16_t* to,
                         PartState* state_to) const {
     float unit[2];
     scale(sum, unit, out);
@@ -270,8 +279,9 @@ class PlaceWork {
       const int odd = c_ % 2;
 #pragma unroll
       for (int n = 0; n < kProducts; n += 2) {
-        const uint32_t even_pair = half_pair(out[n].x[2 * half], out[n].x[2 * half + 1]);
-        const uint32_t odd_pair = half_pair(out[n + 1].x[2 * half], out[n + 1].x[2 * half + 1]);
+        const uint32_t even_pair = cuda::f16_pair(out[n].x[2 * half], out[n].x[2 * half + 1]);
+        const uint32_t odd_pair =
+            cuda::f16_pair(out[n + 1].x[2 * half], out[n + 1].x[2 * half + 1]);
         const uint32_t other = __shfl_xor_sync(0xFFFFFFFF, odd ? even_pair : odd_pair, 1);
         const int channel = first + 8 * (n + odd) + c_ / 2 * 4;
         if (!present || channel >= params_.head_dim) continue;
@@ -281,17 +291,11 @@ class PlaceWork {
     }
   }
 
-  __device__ static uint32_t half_pair(float low, float high) {
-    uint32_t pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-  }
-
-  // Weights of rows g and g + 8, zero where not seen; whether multiply() has to be careful. kWhole:
-  // the row sees all of kMaxBlockKeys tokens.
+  // Weights of rows g and g + 8, zero where not seen, and their sums. kWhole: the row sees all of
+  // kMaxBlockKeys tokens.
   template <bool kWhole>
-  __device__ bool weigh(int64_t t, int64_t kv_head, int seen, int blocks, PartState* state_to,
-                        float (&multiplied)[2], MmaC (&weights)[kKeyTiles]) const {
+  __device__ void weigh(int64_t t, int64_t kv_head, int seen, PartState* state_to, float (&all)[2],
+                        MmaC (&weights)[kKeyTiles]) const {
     MmaA queries[kDeep][2];
 #pragma unroll
     for (int d = 0; d < kDeep; ++d) {
@@ -311,8 +315,8 @@ class PlaceWork {
 #pragma unroll
         for (int u = 0; u < 2; ++u) {
           // Unit 4 d + c, where 4 * (token & 1) is in the lane's address already.
-          const auto at = reinterpret_cast<const uint4*>(
-              keys_ + ((lane_unit() ^ (64 * d)) - lane_unit()) + (j + u) * 8 * 2 * kDim);
+          const auto at = reinterpret_cast<const uint4*>(shared_.keys + (key_at_ ^ (64 * d)) +
+                                                         (j + u) * 8 * 2 * kDim);
           const uint4 key = *at;
           cuda::mma(weights[j + u], queries[d][0], MmaB{{key.x, key.y}});
           cuda::mma(weights[j + u], queries[d][1], MmaB{{key.z, key.w}});
@@ -320,8 +324,6 @@ class PlaceWork {
       }
     }
     const float scale = params_.softmax_scale * 1.44269504f;
-    float all[2], rounded[2];
-    bool few = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float largest = kNegInf;
@@ -337,49 +339,37 @@ class PlaceWork {
       largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 2));
       const float base = largest == kNegInf ? 0.0f : largest;
-      float squares = 0;
-      all[half] = rounded[half] = 0;
+      float sum = 0;
 #pragma unroll
-      for (int j = 0; j < kKeyTiles; ++j) {
-        float& low = weights[j].x[2 * half];
-        float& high = weights[j].x[2 * half + 1];
-        low = cuda::exp2_fast(low - base);
-        high = cuda::exp2_fast(high - base);
-        all[half] += low + high;
-        squares = fmaf(low, low, fmaf(high, high, squares));
-        const uint32_t pair = cuda::bf16_pair(low, high);
-        rounded[half] += __uint_as_float(pair << 16) + __uint_as_float(pair & 0xFFFF0000);
-      }
+      for (MmaC& weight : weights) {
 #pragma unroll
-      for (int step = 1; step <= 2; step *= 2) {
-        all[half] += __shfl_xor_sync(0xFFFFFFFF, all[half], step);
-        squares += __shfl_xor_sync(0xFFFFFFFF, squares, step);
-        rounded[half] += __shfl_xor_sync(0xFFFFFFFF, rounded[half], step);
+        for (int e = 0; e < 2; ++e) {
+          float& x = weight.x[2 * half + e];
+          x = cuda::exp2_fast(x - base);
+          sum += x;
+        }
       }
+      sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
+      sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2);
+      all[half] = sum;
       if (g_ + 8 * half < params_.group && c_ == 0) {
         state_to[g_ + 8 * half].largest = largest;
-        state_to[g_ + 8 * half].sum = all[half];
+        state_to[g_ + 8 * half].sum = sum;
       }
-      // As many keys of equal weight would leave as much of the errors of their weights.
-      const float keys = all[half] * all[half] / squares;
-      few = few || keys * static_cast<float>(min(blocks, 4)) < kManyKeys;
     }
-    const bool careful = !kWhole || __any_sync(0xFFFFFFFF, few);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) multiplied[half] = careful ? all[half] : rounded[half];
-    return careful;
   }
 
-  // Channels from `first` on. kCareful: a weight is the sum of two bf16, and tokens from `seen` on
-  // count for nothing. Otherwise a weight is one bf16 and all tokens are seen.
-  template <bool kCareful>
+  // Channels from `first` on. A weight is the sum of two bf16: one alone would cost the output its
+  // last bit where few keys carry the weight. kWhole: for finite values, all of whose tokens are
+  // seen; otherwise the second product leaves out what is not finite, as in a chain.
+  template <bool kWhole>
   __device__ void multiply(const MmaC (&weights)[kKeyTiles], int seen, int first,
                            MmaC (&out)[kProducts]) const {
 #pragma unroll
     for (MmaC& value : out) value = {};
 #pragma unroll
     for (int s = 0; s < kMaxBlockKeys / 16; ++s) {
-      if (kCareful && 16 * s >= seen) break;
+      if (!kWhole && 16 * s >= seen) break;
       MmaA rounded, rest;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -390,34 +380,28 @@ class PlaceWork {
       }
 #pragma unroll
       for (int n = 0; n < kProducts; n += 2) {
-        MmaB low, high;
+        MmaB b[2];
         // Unit first / 8 + n of the lane: only bits above those of the lane's own unit differ.
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(low.x[0]), "=r"(low.x[1]), "=r"(high.x[0]), "=r"(high.x[1])
-                     : "r"((values_ ^ (2 * first + 16 * n)) + s * 16 * 2 * kDim)
-                     : "memory");
-        if (kCareful && 16 * s + 16 > seen) {
+        cuda::load_b_units(shared_.values + (value_at_ ^ (2 * first + 16 * n)) + s * 16 * 2 * kDim,
+                           b[0], b[1]);
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const int token = 16 * s + 8 * i + 2 * c_;
-            low.x[i] = seen_pair(low.x[i], token, seen);
-            high.x[i] = seen_pair(high.x[i], token, seen);
+        for (int u = 0; u < 2; ++u) {
+          if (!kWhole && 16 * s + 16 > seen) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              b[u].x[i] = seen_pair(b[u].x[i], 16 * s + 8 * i + 2 * c_, seen);
+            }
           }
-        }
-        cuda::mma(out[n], rounded, low);
-        cuda::mma(out[n + 1], rounded, high);
-        if constexpr (kCareful) {
-          // The rest, which may be 0, times an infinity would be NaN.
-          cuda::mma(out[n], rest, MmaB{{finite_pair(low.x[0]), finite_pair(low.x[1])}});
-          cuda::mma(out[n + 1], rest, MmaB{{finite_pair(high.x[0]), finite_pair(high.x[1])}});
+          cuda::mma(out[n + u], rounded, b[u]);
+          if constexpr (!kWhole) b[u] = {{finite_pair(b[u].x[0]), finite_pair(b[u].x[1])}};
+          cuda::mma(out[n + u], rest, b[u]);
         }
       }
     }
   }
 
-  // Sums become means, by the sums of the weights as they were multiplied, so that they lie between
-  // the values; then multiples of `unit`, a power of two, with the largest finite one in
-  // [1, 4): halves keep 11 bits of them.
+  // Sums become means, and those multiples of `unit`, a power of two, with the largest finite one
+  // in [1, 4): halves keep 11 bits of them.
   __device__ void scale(const float (&sum)[2], float (&unit)[2], MmaC (&out)[kProducts]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -446,17 +430,16 @@ class PlaceWork {
     }
   }
 
-  // Bytes from the start of its row to the lane's unit of keys.
-  __device__ int lane_unit() const { return 16 * BlockMemory<kDim>::key_unit(g_, c_); }
-
   const AttendParams& params_;
   const int lane_, g_, c_;
-  const uint8_t* const keys_;
-  const uint32_t values_;
+  const BlockMemory<kDim>& shared_;
+  // In bytes, of key 8 j + g at unit c and of value lane % 16 at unit lane / 16: rows are 128 or
+  // 256 bytes, so that the bits of other units can be turned over.
+  const int key_at_, value_at_;
 };
 
 template <int kDim>
-__global__ void __launch_bounds__(kItemThreads, 3)
+__global__ void __launch_bounds__(kItemThreads, kDim == kMaxDim ? 3 : 2)
     attend_items(const __grid_constant__ ByBlockParams params, int slab) {
   extern __shared__ __align__(256) uint8_t block_memory[];
   const AttendParams& attend = params.attend;
@@ -474,12 +457,10 @@ __global__ void __launch_bounds__(kItemThreads, 3)
     const Place place = params.places[item.first + i];
     const auto row = static_cast<uint32_t>(place.from) / static_cast<uint32_t>(attend.topk);
     const auto in_list = static_cast<uint32_t>(place.from) % static_cast<uint32_t>(attend.topk);
-    const int64_t t = first_row + row;
-    const int blocks = params.num_places[t * attend.num_kv_heads + item.kv_head];
     const int64_t part =
         ((int64_t{row} * attend.num_kv_heads + item.kv_head) * attend.topk + in_list) *
         attend.group;
-    work.run(t, item.kv_head, place.seen, blocks, params.part_values + part * attend.head_dim,
+    work.run(first_row + row, item.kv_head, place.seen, params.part_values + part * attend.head_dim,
              params.part_state + part);
   }
 }
@@ -500,7 +481,7 @@ __global__ void __launch_bounds__(kFoldWarps* kWarpThreads)
   const int count = params.num_places[t * attend.num_kv_heads + kv_head];
   const int64_t first = (row * attend.num_kv_heads + kv_head) * attend.topk * group + own;
   const PartState* const states = params.part_state + first;
-  const __half* const values = params.part_values + first * attend.head_dim;
+  const uint16_t* const values = params.part_values + first * attend.head_dim;
 
   float largest = kNegInf;
   for (int i = lane; i < count; i += kWarpThreads) {
@@ -521,8 +502,8 @@ __global__ void __launch_bounds__(kFoldWarps* kWarpThreads)
     if (!present) continue;
     const uint2 stored =
         *reinterpret_cast<const uint2*>(values + int64_t{i} * group * attend.head_dim + channel);
-    const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&stored.x));
-    const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&stored.y));
+    const float2 low = cuda::f16_values(stored.x);
+    const float2 high = cuda::f16_values(stored.y);
     // A block without weight counts for nothing, whatever its values are.
     const float four[kOwn] = {low.x, low.y, high.x, high.y};
     const float unit = channel < kPassChannels ? state.unit[0] : state.unit[1];
@@ -549,7 +530,7 @@ struct Slabs {
   explicit Slabs(const MsaAttendProblem& problem) {
     const int64_t heads = problem.num_heads * problem.topk;
     const int64_t row_bytes =
-        heads * (problem.head_dim * static_cast<int64_t>(sizeof(__half)) + sizeof(PartState));
+        heads * (problem.head_dim * static_cast<int64_t>(sizeof(uint16_t)) + sizeof(PartState));
     const int64_t bound = std::max<int64_t>(1, problem.max_rows);
     const int64_t most = std::clamp<int64_t>(kMaxSlabBytes / row_bytes, 1, bound);
     number = (bound + most - 1) / most;
@@ -575,7 +556,7 @@ struct ByBlockMemory {
   Place* places;
   Item* items;
   PartState* part_state;
-  __half* part_values;
+  uint16_t* part_values;
 
   ByBlockMemory(const MsaAttendProblem& problem, const Slabs& slabs, WorkspaceCutter& cutter) {
     const int64_t places_all = places_of(problem, problem.max_rows);
@@ -590,7 +571,7 @@ struct ByBlockMemory {
     places = cutter.take<Place>(places_all);
     items = cutter.take<Item>(slabs.number * items_of(problem, slabs));
     part_state = cutter.take<PartState>(parts);
-    part_values = cutter.take<__half>(parts * problem.head_dim);
+    part_values = cutter.take<uint16_t>(parts * problem.head_dim);
   }
 };
 

@@ -12,6 +12,10 @@ struct LaunchShape {
   size_t shared_bytes = 0;
 };
 
+inline unsigned grid_blocks(int64_t count, int64_t per_block) {
+  return static_cast<unsigned>((count + per_block - 1) / per_block);
+}
+
 struct DeviceScope {
   explicit DeviceScope(int) {}
 };

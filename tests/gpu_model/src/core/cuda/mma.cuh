@@ -63,6 +63,22 @@ inline void load_b_transposed_deep(const bf16_t* tile, int stride, MmaB& first, 
   second = {{pair_at(from + 16), pair_at(from + 24)}};
 }
 
+// Lane l holds rows 2 (l % 4), + 1 and + 8, + 9, column l / 4, of both products.
+inline void load_b_units(const void* unit, MmaB& low, MmaB& high) {
+  test::gpu::need_alignment(unit, 16);
+  const test::gpu::Exchange<const void*> shown(unit);
+  const unsigned lane = threadIdx.x % 32;
+  const auto pair = [&](unsigned row, unsigned first_lane) {
+    const auto at = [&](unsigned r) {
+      return static_cast<const bf16_t*>(shown.from(first_lane + r))[lane / 4];
+    };
+    return pair_of(at(row), at(row + 1));
+  };
+  const unsigned row = 2 * (lane % 4);
+  low = {{pair(row, 0), pair(row + 8, 0)}};
+  high = {{pair(row, 16), pair(row + 8, 16)}};
+}
+
 inline void load_b(const bf16_t* tile, int stride, MmaB& low, MmaB& high) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   test::gpu::need_alignment(tile + lane % 16 * stride + lane / 16 * 8, 16);

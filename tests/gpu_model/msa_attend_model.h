@@ -1,0 +1,11 @@
+#pragma once
+
+#include "fovea/msa_attend.h"
+
+namespace fovea::test::gpu {
+
+/// Runs msa_attend as cuda_by_block on the model, with settings(). The problem has every field that
+/// plan() would fill in.
+void run_msa_attend_by_block(const MsaAttendProblem& problem, const MsaAttendTensors& tensors);
+
+}  // namespace fovea::test::gpu

@@ -1,0 +1,138 @@
+// The kernels of msa_attend that go block by block, run by a model of a GPU, against the reference.
+
+#include "tests/gpu_model/msa_attend_model.h"
+
+#include <gtest/gtest.h>
+
+#include <array>
+
+#include "tests/gpu_model/gpu_model.h"
+#include "tests/msa/msa_attend_case.h"
+#include "tests/support/compare.h"
+
+namespace fovea {
+namespace {
+
+using test::AttendCase;
+using test::PagedBatch;
+using test::Tensor;
+
+class MsaAttendModel : public testing::Test {
+ protected:
+  void TearDown() override { test::gpu::settings() = {}; }
+
+  static void run(AttendCase& attend) {
+    MsaAttendProblem problem = attend.problem();
+    if (problem.softmax_scale == 0) {
+      problem.softmax_scale = 1.0f / std::sqrt(static_cast<float>(problem.head_dim));
+    }
+    attend.make_outputs();
+    test::gpu::run_msa_attend_by_block(problem, attend.tensors());
+  }
+  static void expect_reference(AttendCase& attend) {
+    AttendCase expected = attend;
+    expected.run({"ref"});
+    run(attend);
+    EXPECT_TRUE(test::ExpectClose(attend.out.view(), expected.out.view(), test::kBf16Output));
+    EXPECT_TRUE(test::ExpectClose(attend.lse.view(), expected.lse.view(), test::kLse));
+  }
+};
+
+TEST_F(MsaAttendModel, FollowsTheReferenceForEveryShape) {
+  struct Form {
+    int64_t group, kv_heads, dim, block;
+  };
+  uint64_t seed = 1;
+  for (const Form& form : {Form{1, 3, 64, 16}, Form{16, 1, 128, 128}, Form{5, 2, 48, 40},
+                           Form{16, 2, 16, 64}, Form{8, 1, 80, 100}}) {
+    const auto b = static_cast<int32_t>(form.block);
+    AttendCase attend(
+        PagedBatch({2 * b + 5, 0, b + b / 2, 1, b - 1}, {2, 0, 5, 1, 1}, form.block, seed, 1, 2),
+        form.group * form.kv_heads, form.kv_heads, form.dim, 3, seed);
+    attend.causal = seed % 2 == 0;
+    attend.has_sink = true;
+    attend.sink = Tensor::f32({attend.heads}, test::Rng(seed).normals(attend.heads, 2));
+    test::gpu::settings().seed = static_cast<unsigned>(++seed);
+    SCOPED_TRACE(form.block);
+    expect_reference(attend);
+  }
+}
+
+TEST_F(MsaAttendModel, ManyRowsShareBlocksWhateverTheOrderOfThreads) {
+  // Up to 90 rows list a block: three items.
+  AttendCase attend(PagedBatch({90, 20}, {90, 3}, 16, 7, 0), 4, 2, 32, 3);
+  expect_reference(attend);
+  const std::vector<uint8_t> out = attend.out.bytes(), lse = attend.lse.bytes();
+  test::gpu::settings().seed = 9;
+  for (int64_t t = 0; t < attend.batch.num_rows; ++t) {
+    for (int64_t g = 0; g < 2; ++g) std::reverse(attend.list(g, t), attend.list(g, t) + 3);
+  }
+  run(attend);
+  EXPECT_EQ(attend.out.bytes(), out);
+  EXPECT_EQ(attend.lse.bytes(), lse);
+}
+
+TEST_F(MsaAttendModel, FullRowsInSeveralSlabs) {
+  // Lists of 1024 columns and 16 heads leave room for 745 rows at a time.
+  AttendCase attend(PagedBatch({770}, {770}, 16, 5, 0), 16, 1, 16, 1024, 3);
+  for (int64_t t = 0; t < 770; ++t) {
+    attend.set_list(0, t, {static_cast<int32_t>(t % 16 == 0 ? t / 32 : t / 16)});
+  }
+  expect_reference(attend);
+}
+
+TEST_F(MsaAttendModel, RowsSeeNothingOfTokensOfTheirFuture) {
+  AttendCase attend(PagedBatch({70}, {9}, 64, 7, 0), 3, 1, 64, 2);
+  const AttendCase clean = attend;
+  AttendCase expected = attend;
+  run(expected);
+  // What only later rows see: NaN for row 4, whose position is 65.
+  for (int64_t j = 66; j < 70; ++j) {
+    for (Tensor* pool : {&attend.k, &attend.v}) {
+      std::fill_n(pool->data<bf16_t>() + attend.batch.slot(0, j) * 64, 64,
+                  bf16_from_float(std::numeric_limits<float>::quiet_NaN()));
+    }
+  }
+  run(attend);
+  for (int64_t t = 0; t <= 4; ++t) EXPECT_EQ(attend.row_bits(t), expected.row_bits(t)) << t;
+}
+
+TEST_F(MsaAttendModel, InfiniteValuesAreNotNan) {
+  AttendCase attend(PagedBatch({200}, {3}, 128, 7, 0), 2, 1, 32, 2);
+  for (int64_t t = 0; t < 3; ++t) attend.set_list(0, t, {0, 1});
+  attend.softmax_scale = 0.01f;  // no weight underflows
+  attend.v.data<bf16_t>()[attend.batch.slot(0, 77) * 32 + 5] = bf16_from_float(test::kInfinity);
+  attend.v.data<bf16_t>()[attend.batch.slot(0, 150) * 32 + 9] = bf16_from_float(-test::kInfinity);
+  expect_reference(attend);
+  EXPECT_EQ(attend.out_at(2, 1, 5), test::kInfinity);
+  EXPECT_EQ(attend.out_at(2, 1, 9), -test::kInfinity);
+}
+
+TEST_F(MsaAttendModel, HostileLengthsOffsetsPagesAndLists) {
+  AttendCase attend(PagedBatch({100, 60, 33}, {3, 4, 2}, 16, 3, 1), 4, 2, 32, 4);
+  attend.batch.kv_len.data<int32_t>()[0] = std::numeric_limits<int32_t>::max();
+  attend.batch.kv_len.data<int32_t>()[2] = -5;
+  attend.batch.q_indptr.data<int32_t>()[1] = 6;
+  attend.batch.q_indptr.data<int32_t>()[2] = 2;
+  attend.batch.page_table.data<int32_t>()[0] = -1;
+  attend.batch.page_table.data<int32_t>()[1] = std::numeric_limits<int32_t>::max();
+  attend.set_list(0, 0, {0, 1, 2, 2});
+  attend.set_list(1, 1, {-7, std::numeric_limits<int32_t>::max(), 3, 3});
+  expect_reference(attend);
+}
+
+TEST_F(MsaAttendModel, PlansWithoutPagesOrRequests) {
+  AttendCase attend(PagedBatch({40}, {2}, 16, 3, 0), 2, 1, 32, 2);
+  MsaAttendTensors tensors = attend.tensors();
+  tensors.page_table.shape[1] = 0;
+  MsaAttendProblem problem = attend.problem();
+  problem.softmax_scale = 1;
+  test::gpu::run_msa_attend_by_block(problem, tensors);
+  for (int64_t t = 0; t < 2; ++t) {
+    EXPECT_EQ(attend.out_at(t, 1, 3), 0.0f);
+    EXPECT_EQ(attend.lse_at(t, 1), -std::numeric_limits<float>::infinity());
+  }
+}
+
+}  // namespace
+}  // namespace fovea
