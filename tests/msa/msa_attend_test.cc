@@ -152,7 +152,7 @@ TEST_P(MsaAttendTest, MatchesTheReferenceForEveryShape) {
 }
 
 TEST_P(MsaAttendTest, ManyRowsShareBlocks) {
-  AttendCase attend(PagedBatch({900, 130, 400}, {60, 1, 50}, 128, 3), 32, 2, 128, 4);
+  AttendCase attend(PagedBatch({400, 130}, {40, 3}, 128, 3), 16, 1, 128, 3);
   EXPECT_EQ(options_of(attend.problem()).implementation, GetParam().implementation);
   expect_reference(attend, 2);
 }
