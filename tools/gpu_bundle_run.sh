@@ -60,7 +60,7 @@ esac
 room() { basename "$1" | sed 's/^fovea_test_//'; }
 
 # What asks for all memory of the device, and what holds it with a kernel that does not end: cases that disturb others.
-memory_cases='*MoreThanIsFree*:*TooManyPages*:*DsaMemory*'
+memory_cases='*MoreThanIsFree*:*TooManyPages*:*Memory.*DoesNotFit*'
 endless_cases='*NothingWaitsForTheDevice*'
 
 # job <deadline> <text file> <label> <test binary> <command...>: one test binary under a command (env, a sanitizer), with
