@@ -62,6 +62,7 @@ room() { basename "$1" | sed 's/^fovea_test_//'; }
 # What asks for all memory of the device, and what holds it with a kernel that does not end: cases that disturb others.
 memory_cases='*MoreThanIsFree*:*TooManyPages*:*Memory.*DoesNotFit*'
 endless_cases='*NothingWaitsForTheDevice*'
+cases_a_process=40
 
 # job <deadline> <text file> <label> <test binary> <command...>: one test binary under a command (env, a sanitizer), with
 # the shard that the environment names. Appends a line "passed failed skipped", then what to print.
@@ -73,7 +74,7 @@ job() {
     printf '0 1 0\n%-16s not run: the section is out of time\n' "$label" >"$to"
     return
   fi
-  log=$(timeout --foreground "$left" "$@" "$test" --gtest_brief=1 "--gtest_filter=$filter" 2>&1)
+  log=$(timeout --kill-after=5 "$left" "$@" "$test" --gtest_brief=1 "--gtest_filter=$filter" 2>&1)
   status=$?
   count() { grep -oE "^\[  $1 *\] [0-9]+ test" <<<"$log" | grep -oE '[0-9]+' | tail -n 1; }
   p=$(count PASSED) f=$(count FAILED) s=$(count SKIPPED)
@@ -101,7 +102,7 @@ suites() {
     [ "$number" -gt 0 ] || rm "$texts/$(room "$test").0"
     [ "$number" -gt 0 ] || continue
     shards=1
-    [ "$jobs" -eq 1 ] || shards=$((number / 40 + 1))
+    [ "$jobs" -eq 1 ] || shards=$(((number + cases_a_process - 1) / cases_a_process))
     for ((shard = 0; shard < shards; ++shard)); do
       printf '0 1 0\n%-16s ended without a word\n' "$(room "$test") $((shard + 1))/$shards" \
         >"$texts/$(room "$test").$shard"
@@ -188,6 +189,7 @@ section_initcheck() { under_sanitizer "$1" initcheck; }
 section_synccheck() { under_sanitizer "$1" synccheck; }
 section_racecheck() {
   filter=$(cases_of_suites | paste -sd:)-
+  cases_a_process=2
   under_sanitizer "$1" racecheck
 }
 section_bench() {
