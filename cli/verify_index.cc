@@ -307,6 +307,65 @@ void normalise_logits(const TensorMap& inputs, const Json& params, TensorMap& ou
 constexpr Tolerance kCodeTolerance{1e-6, 0.13, 5e-3};
 constexpr Tolerance kScaleTolerance{0, 1.01 / 128, 5e-3};
 
+// Pages longer than their rows, slots outside the pool, of both types.
+VerifyCase make_store_case(const std::string& name, int64_t page_size, int64_t head_dim,
+                           uint64_t seed) {
+  CaseBuilder builder(name, seed);
+  const int64_t rows = 50, pages = 200 / page_size;
+  builder.bytes("k_fp8", {rows, head_dim})
+      .normals("k_scale", DType::kF32, {rows})
+      .bytes("index_pool", {pages, page_size * (head_dim + 4) + 3})
+      .integers("slots", {rows}, 0, 0)
+      .param("page_size", page_size);
+  // Distinct slots: 3 is prime to the 200 there are.
+  for (int64_t i = 0; i < rows; ++i) {
+    builder.at<int32_t>("slots", i) = static_cast<int32_t>(i * 3 % (pages * page_size));
+  }
+  for (const int64_t i : {0, 7, 30})
+    builder.at<int32_t>("slots", i) = hostile_index(builder.random());
+  return builder.take();
+}
+
+std::vector<VerifyCase> make_store_cases(uint64_t seed) {
+  std::vector<VerifyCase> cases;
+  cases.push_back(make_store_case("pages_of_64", 64, 128, seed));
+  cases.push_back(make_store_case("records", 1, 128, seed));
+  cases.push_back(make_store_case("odd", 7, 61, seed));
+  return cases;
+}
+
+// Shared pages, pages outside the pool, a request past its table, offsets that fall.
+VerifyCase make_gather_case(const std::string& name, int64_t page_size, int64_t head_dim,
+                            const std::vector<int32_t>& kv_indptr, uint64_t seed) {
+  CaseBuilder builder(name, seed);
+  const auto requests = static_cast<int64_t>(kv_indptr.size()) - 1;
+  builder.bytes("index_pool", {9, page_size * (head_dim + 4) + 5})
+      .integers("page_table", {requests, 3}, 0, 8)
+      .list("kv_indptr", kv_indptr)
+      .param("page_size", page_size)
+      .param("head_dim", head_dim);
+  make_hostile(builder, "page_table", 0.2);
+  // The scales are numbers: NaN would not be compared.
+  auto* pool = static_cast<uint8_t*>(builder.tensor("index_pool").data);
+  const int64_t page_bytes = page_size * (head_dim + 4) + 5;
+  for (int64_t page = 0; page < 9; ++page) {
+    for (int64_t token = 0; token < page_size; ++token) {
+      const auto scale = static_cast<float>(builder.random().normal());
+      std::memcpy(pool + page * page_bytes + page_size * head_dim + 4 * token, &scale, 4);
+    }
+  }
+  return builder.take();
+}
+
+std::vector<VerifyCase> make_gather_cases(uint64_t seed) {
+  std::vector<VerifyCase> cases;
+  cases.push_back(make_gather_case("pages_of_64", 64, 128, {0, 100, 100, 292, 293}, seed));
+  cases.push_back(make_gather_case("past_the_table", 1, 128, {0, 2, 10}, seed));
+  cases.push_back(make_gather_case("odd", 7, 61, {2, 20, 5, 40}, seed));
+  cases.push_back(make_gather_case("hostile_offsets", 4, 16, {-9, 2000000000, 30}, seed));
+  return cases;
+}
+
 }  // namespace
 
 void add_verify_index(std::vector<VerifyOperator>& list) {
@@ -318,6 +377,8 @@ void add_verify_index(std::vector<VerifyOperator>& list) {
                    {"k_scale", kScaleTolerance},
                    {"head_weight", kScaleTolerance}},
                   normalise_quantize});
+  list.push_back({"index_store", make_store_cases, {}, nullptr});
+  list.push_back({"index_gather", make_gather_cases, {}, nullptr});
   list.push_back(
       {"index_logits", make_logits_cases, {{"logits", kFp32Tolerance}}, normalise_logits});
   list.push_back({"index_select", make_select_cases, {}, nullptr});

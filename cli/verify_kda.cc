@@ -240,6 +240,106 @@ std::vector<VerifyCase> make_conv_cases(uint64_t seed) {
   return cases;
 }
 
+struct StageCase {
+  std::string name;
+  DType dtype;
+  int64_t chunk;
+  Sizes sizes;
+  std::vector<int32_t> q_indptr;
+};
+
+std::vector<StageCase> stage_cases() {
+  return {
+      {"f32_64", DType::kF32, 64, {150, 2, 4, 64, 32}, {0, 70, 70, 139, 150}},
+      {"bf16_16", DType::kBf16, 16, {97, 1, 3, 60, 20}, {3, 18, 90}},
+      {"hostile_offsets", DType::kF32, 32, {40, 1, 2, 16, 16}, {-5, 20, 10, 2000000000}},
+  };
+}
+
+CaseBuilder stage_builder(const StageCase& stage, uint64_t seed) {
+  CaseBuilder builder(stage.name, seed);
+  builder.list("q_indptr", stage.q_indptr);
+  return builder;
+}
+
+// Sums of decays: they fall along the rows.
+void add_decay_sums(CaseBuilder& builder, const Sizes& sizes) {
+  builder.normals("g_sum", DType::kF32, {sizes.rows, sizes.value_heads, sizes.dim_k}, 0.2);
+  const int64_t row = sizes.value_heads * sizes.dim_k;
+  for (int64_t i = 0; i < sizes.rows * row; ++i) {
+    float& sum = builder.at<float>("g_sum", i);
+    sum = (i < row ? 0 : builder.at<float>("g_sum", i - row)) - std::abs(sum);
+  }
+}
+
+std::vector<VerifyCase> make_stage_gate_cases(uint64_t seed) {
+  std::vector<VerifyCase> cases;
+  for (const StageCase& stage : stage_cases()) {
+    CaseBuilder builder = stage_builder(stage, seed);
+    const Sizes& sizes = stage.sizes;
+    builder.normals("q", DType::kBf16, {sizes.rows, sizes.heads, sizes.dim_k})
+        .normals("k", DType::kBf16, {sizes.rows, sizes.heads, sizes.dim_k})
+        .param("normalise", true)
+        .param("chunk", stage.chunk)
+        .param("stage_dtype", std::string(to_string(stage.dtype)));
+    add_gate(builder, "softplus", stage.dtype, sizes);
+    cases.push_back(builder.take());
+  }
+  return cases;
+}
+
+std::vector<VerifyCase> make_stage_intra_cases(uint64_t seed) {
+  std::vector<VerifyCase> cases;
+  for (const StageCase& stage : stage_cases()) {
+    CaseBuilder builder = stage_builder(stage, seed);
+    const Sizes& sizes = stage.sizes;
+    const double key_scale = 1 / std::sqrt(static_cast<double>(sizes.dim_k));
+    builder.normals("q_hat", stage.dtype, {sizes.rows, sizes.heads, sizes.dim_k}, key_scale)
+        .normals("k_hat", stage.dtype, {sizes.rows, sizes.heads, sizes.dim_k}, key_scale)
+        .normals("v", DType::kBf16, {sizes.rows, sizes.value_heads, sizes.dim_v})
+        .normals("beta", DType::kF32, {sizes.rows, sizes.value_heads})
+        .param("beta_kind", "logit")
+        .param("chunk", stage.chunk);
+    add_decay_sums(builder, sizes);
+    cases.push_back(builder.take());
+  }
+  return cases;
+}
+
+std::vector<VerifyCase> make_stage_inter_cases(uint64_t seed) {
+  std::vector<VerifyCase> cases;
+  for (const StageCase& stage : stage_cases()) {
+    CaseBuilder builder = stage_builder(stage, seed);
+    const Sizes& sizes = stage.sizes;
+    const double key_scale = 1 / std::sqrt(static_cast<double>(sizes.dim_k));
+    const auto sequences = static_cast<int64_t>(stage.q_indptr.size()) - 1;
+    builder.normals("w", stage.dtype, {sizes.rows, sizes.value_heads, sizes.dim_k}, key_scale)
+        .normals("kr", stage.dtype, {sizes.rows, sizes.value_heads, sizes.dim_k}, key_scale)
+        .normals("u0", stage.dtype, {sizes.rows, sizes.value_heads, sizes.dim_v})
+        .normals("initial_state", DType::kF32,
+                 {sequences, sizes.value_heads, sizes.dim_v, sizes.dim_k}, 0.5)
+        .param("chunk", stage.chunk);
+    add_decay_sums(builder, sizes);
+    cases.push_back(builder.take());
+  }
+  return cases;
+}
+
+std::vector<VerifyCase> make_stage_output_cases(uint64_t seed) {
+  std::vector<VerifyCase> cases;
+  for (const StageCase& stage : stage_cases()) {
+    CaseBuilder builder = stage_builder(stage, seed);
+    const Sizes& sizes = stage.sizes;
+    builder.normals("q_hat", stage.dtype, {sizes.rows, sizes.heads, sizes.dim_k})
+        .normals("p", stage.dtype, {sizes.rows, sizes.value_heads, stage.chunk}, 0.2)
+        .normals("u", stage.dtype, {sizes.rows, sizes.value_heads, sizes.dim_v})
+        .normals("chunk_states", DType::kF32, {5, sizes.value_heads, sizes.dim_v, sizes.dim_k});
+    add_decay_sums(builder, sizes);
+    cases.push_back(builder.take());
+  }
+  return cases;
+}
+
 }  // namespace
 
 void add_verify_kda(std::vector<VerifyOperator>& list) {
@@ -257,6 +357,24 @@ void add_verify_kda(std::vector<VerifyOperator>& list) {
                   {{"out", kOutTolerance}, {"scratch", kStateTolerance}},
                   nullptr});
   list.push_back({"kda_commit", make_commit_cases, {{"state", kFp32Tolerance}}, nullptr});
+  list.push_back({"kda_stage_gate",
+                  make_stage_gate_cases,
+                  {{"g_sum", kFp32Tolerance}, {"q_hat", kBf16Tolerance}, {"k_hat", kBf16Tolerance}},
+                  nullptr});
+  list.push_back({"kda_stage_intra",
+                  make_stage_intra_cases,
+                  {{"p", kOutTolerance},
+                   {"x", kOutTolerance},
+                   {"w", kOutTolerance},
+                   {"u0", kOutTolerance},
+                   {"kr", kOutTolerance}},
+                  nullptr});
+  list.push_back(
+      {"kda_stage_inter",
+       make_stage_inter_cases,
+       {{"chunk_states", kStateTolerance}, {"u", kOutTolerance}, {"final_state", kStateTolerance}},
+       nullptr});
+  list.push_back({"kda_stage_output", make_stage_output_cases, {{"out", kOutTolerance}}, nullptr});
   list.push_back({"causal_conv1d", make_conv_cases, {{"out", kBf16Tolerance}}, nullptr});
 }
 

@@ -27,8 +27,30 @@ from ._info import available, get_num_threads, implementations, operators, set_n
 from .batch import context_split, metadata_check, metadata_refresh, paged_schedule, split_schedule
 from .cache import move_rows, pack_rows, unpack_rows
 from .compress import v4_compress
-from .index import QuantizedIndex, index_logits, index_quantize, index_select, topk_select
-from .kda import causal_conv1d, kda_commit, kda_decode, kda_gate, kda_prefill, kda_verify
+from .index import (
+    QuantizedIndex,
+    index_gather,
+    index_logits,
+    index_quantize,
+    index_select,
+    index_store,
+    topk_select,
+)
+from .kda import (
+    StageGate,
+    StageInter,
+    StageIntra,
+    causal_conv1d,
+    kda_commit,
+    kda_decode,
+    kda_gate,
+    kda_prefill,
+    kda_stage_gate,
+    kda_stage_inter,
+    kda_stage_intra,
+    kda_stage_output,
+    kda_verify,
+)
 from .mla import (
     build_swa_indices,
     concat_absorbed_q,
@@ -50,6 +72,9 @@ __all__ = [
     "InvalidArgument",
     "OutOfMemory",
     "QuantizedIndex",
+    "StageGate",
+    "StageInter",
+    "StageIntra",
     "Unsupported",
     "__version__",
     "available",
@@ -61,13 +86,19 @@ __all__ = [
     "dense_mla",
     "get_num_threads",
     "implementations",
+    "index_gather",
     "index_logits",
     "index_quantize",
     "index_select",
+    "index_store",
     "kda_commit",
     "kda_decode",
     "kda_gate",
     "kda_prefill",
+    "kda_stage_gate",
+    "kda_stage_inter",
+    "kda_stage_intra",
+    "kda_stage_output",
     "kda_verify",
     "merge_lse",
     "metadata_check",

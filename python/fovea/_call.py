@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from typing import Any, Mapping, Optional, Sequence, Union
+from typing import Any, Callable, Mapping, Optional, Sequence, Union
 
 from . import _native
 from ._errors import InvalidArgument
@@ -32,35 +33,37 @@ def _given(op: str, results: Sequence[str], out: Out) -> dict[str, Tensor]:
     return {results[0]: out}
 
 
-def call_by_name(
-    op: str,
-    tensors: Mapping[str, Optional[Tensor]],
-    params: Mapping[str, Any],
-    out: Optional[Mapping[str, Tensor]],
-    impl: Optional[str],
-    stream: Optional[int],
-) -> dict[str, Tensor]:
-    """The results by name."""
-    found, notes, _ = _native.call(op, tensors, params, _given(op, (), out), (), impl, stream)
-    for note in notes:
-        warnings.warn(note, stacklevel=3)
-    return found
+@functools.cache
+def _declaration(function: Callable[..., Any]) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """What a function's signature declares: the operator, which is its name, its tensors and its parameters."""
+    tensors, params = [], []
+    for name, annotation in function.__annotations__.items():
+        if name not in ("impl", "out", "stream", "return") and not name.startswith("return_"):
+            (tensors if "Tensor" in annotation else params).append(name)
+    return function.__name__, tuple(tensors), tuple(params)
 
 
 def call(
-    op: str,
-    results: Sequence[str],
-    tensors: Mapping[str, Optional[Tensor]],
-    params: Mapping[str, Any],
-    out: Out,
-    impl: Optional[str],
-    stream: Optional[int],
-    unwanted: Sequence[str] = (),
+    function: Callable[..., Any], arguments: Mapping[str, Any], results: Sequence[str] = (), unwanted: Sequence[str] = ()
 ) -> Any:
-    """The result, or the results as a tuple in the order of `results`."""
-    found, notes, _ = _native.call(op, tensors, params, _given(op, results, out), unwanted, impl, stream)
+    """Runs the operator that `function` declares on its `arguments`, which are its locals().
+
+    The result, or the results as a tuple in the order of `results`; without `results` all of them by name.
+    """
+    op, tensors, params = _declaration(function)
+    found, notes, _ = _native.call(
+        op,
+        {name: arguments[name] for name in tensors},
+        {name: arguments[name] for name in params},
+        _given(op, results, arguments.get("out")),
+        unwanted,
+        arguments.get("impl"),
+        arguments.get("stream"),
+    )
     for note in notes:
         warnings.warn(note, stacklevel=3)
+    if not results:
+        return found
     if len(results) == 1:
         return found[results[0]]
     return tuple(found.get(name) for name in results)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Mapping, Optional
 
-from ._call import Out, Tensor, call, call_by_name
+from ._call import Out, Tensor, call
 
 
 def metadata_refresh(
@@ -59,25 +59,7 @@ def metadata_refresh(
         InvalidArgument: types, shapes, parameters outside their range.
         Unsupported: lengths on a GPU.
     """
-    tensors = {
-        "seq_len": seq_len,
-        "pool_row": pool_row,
-        "req_to_token": req_to_token,
-        "ext_len": ext_len,
-        "prefix_len": prefix_len,
-    }
-    params = {
-        "mode": mode,
-        "topk": topk,
-        "page_size": page_size,
-        "rows_per_request": rows_per_request,
-        "padded_rows": padded_rows,
-        "kv_len_delta": kv_len_delta,
-        "transform": transform,
-        "workers": workers,
-        "split_parts": split_parts,
-    }
-    return call_by_name("metadata_refresh", tensors, params, out, impl, stream)
+    return call(metadata_refresh, locals())
 
 
 def metadata_check(
@@ -119,23 +101,7 @@ def metadata_check(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    tensors = {
-        "seq_len": seq_len,
-        "pool_row": pool_row,
-        "req_to_token": req_to_token,
-        "ext_len": ext_len,
-        "out_cache_loc": out_cache_loc,
-        "topk_indices": topk_indices,
-    }
-    params = {
-        "mode": mode,
-        "page_size": page_size,
-        "capacity": capacity,
-        "rows_per_request": rows_per_request,
-        "max_rows": max_rows,
-        "kv_len_delta": kv_len_delta,
-    }
-    return call("metadata_check", ("error_word",), tensors, params, out, impl, stream)
+    return call(metadata_check, locals(), ("error_word",))
 
 
 def paged_schedule(
@@ -160,8 +126,7 @@ def paged_schedule(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    params = {"workers": workers, "rows_per_group": rows_per_group}
-    return call("paged_schedule", ("schedule",), {"row_len": row_len}, params, out, impl, stream)
+    return call(paged_schedule, locals(), ("schedule",))
 
 
 def split_schedule(
@@ -184,8 +149,7 @@ def split_schedule(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    results = ("split_schedule", "split_indptr")
-    return call("split_schedule", results, {"topk_length": topk_length}, {"parts": parts}, out, impl, stream)
+    return call(split_schedule, locals(), ("split_schedule", "split_indptr"))
 
 
 def context_split(
@@ -217,6 +181,4 @@ def context_split(
         InvalidArgument: wrong lengths, a rank that does not exist.
         Unsupported: lengths on a GPU.
     """
-    tensors = {"seq_len": seq_len, "ext_len": ext_len, "prefix_len": prefix_len}
-    params = {"ranks": ranks, "rank": rank, "scheme": scheme, "extend_kv_source": extend_kv_source}
-    return call_by_name("context_split", tensors, params, out, None, None)
+    return call(context_split, locals())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Optional
 
-from ._call import Out, Tensor, call, call_by_name
+from ._call import Out, Tensor, call
 
 
 def pack_rows(
@@ -40,9 +40,7 @@ def pack_rows(
     Raises:
         InvalidArgument: types, shapes, a page too short for its rows, parameters outside their range.
     """
-    tensors = {"src": src, "rope": rope, "slots": slots, "pool": pool, "inv_scale": inv_scale}
-    params = {"row_format": row_format, "page_size": page_size, "scale_mode": scale_mode, "k_scale": k_scale}
-    call_by_name("pack_rows", tensors, params, None, impl, stream)
+    call(pack_rows, locals())
 
 
 def unpack_rows(
@@ -75,9 +73,7 @@ def unpack_rows(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    tensors = {"pool": pool, "slots": slots, "inv_scale": inv_scale}
-    params = {"row_format": row_format, "page_size": page_size, "width": width, "k_scale": k_scale}
-    return call("unpack_rows", ("out",), tensors, params, out, impl, stream)
+    return call(unpack_rows, locals(), ("out",))
 
 
 def move_rows(
@@ -105,6 +101,4 @@ def move_rows(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    tensors = {"src_slots": src_slots, "dst_slots": dst_slots, "pool": pool}
-    params = {"row_format": row_format, "page_size": page_size, "width": width}
-    call_by_name("move_rows", tensors, params, None, impl, stream)
+    call(move_rows, locals())

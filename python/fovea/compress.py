@@ -58,25 +58,4 @@ def v4_compress(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range, a state that is too short.
     """
-    tensors = {
-        "kv_gate": kv_gate,
-        "ape": ape,
-        "norm_weight": norm_weight,
-        "positions": positions,
-        "row_to_request": row_to_request,
-        "cos_sin": cos_sin,
-        "state": state,
-        "state_slot": state_slot,
-        "page_table": page_table,
-        "pool": pool,
-    }
-    params = {
-        "ratio": ratio,
-        "row_format": row_format,
-        "page_size": page_size,
-        "scale_mode": scale_mode,
-        "form": form,
-        "eps": eps,
-        "rows_per_request": rows_per_request,
-    }
-    return call("v4_compress", ("emitted",), tensors, params, out, impl, stream)
+    return call(v4_compress, locals(), ("emitted",))

@@ -53,17 +53,62 @@ def index_quantize(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    tensors = {
-        "q": q,
-        "k": k,
-        "norm_weight": norm_weight,
-        "norm_bias": norm_bias,
-        "head_gate": head_gate,
-        "positions": positions,
-        "cos_sin": cos_sin,
-    }
-    params = {"rope_style": rope_style, "scale_mode": scale_mode, "hadamard": hadamard}
-    return QuantizedIndex(*call("index_quantize", QuantizedIndex._fields, tensors, params, out, impl, stream))
+    return QuantizedIndex(*call(index_quantize, locals(), QuantizedIndex._fields))
+
+
+def index_store(
+    k_fp8: Tensor,
+    k_scale: Tensor,
+    slots: Tensor,
+    index_pool: Tensor,
+    page_size: int,
+    *,
+    impl: Optional[str] = None,
+    stream: Optional[int] = None,
+) -> None:
+    """Scatters quantised index keys into the slots of the paged index cache, in place, as they are.
+
+    Args:
+        k_fp8: u8 [T, Di], e4m3.
+        k_scale: f32 [T].
+        slots: i32 or i64 [T]: page * page_size + offset; outside the pool: skipped.
+        index_pool: u8 [pages, page_bytes], i132 rows; updated.
+        page_size: tokens per page, 1..256.
+
+    Raises:
+        InvalidArgument: types, shapes, a page too short for its rows.
+    """
+    call(index_store, locals())
+
+
+def index_gather(
+    index_pool: Tensor,
+    page_table: Tensor,
+    kv_indptr: Tensor,
+    page_size: int,
+    *,
+    head_dim: int = 128,
+    impl: Optional[str] = None,
+    out: Out = None,
+    stream: Optional[int] = None,
+) -> tuple[Tensor, Tensor]:
+    """Reads the index keys of a batch into contiguous arrays, requests in order.
+
+    Args:
+        index_pool: u8 [pages, page_bytes], i132 rows.
+        page_table: i32 [R, max_pages].
+        kv_indptr: i32 [R+1]: request r fills rows kv_indptr[r]..kv_indptr[r+1]-1; on the CPU, unless ``out`` is given.
+        page_size: tokens per page, 1..256.
+        head_dim: Di.
+
+    Returns:
+        k_fp8 u8 [S, Di] and k_scale f32 [S], S = kv_indptr[R]. A key whose page is outside table or pool: zeros.
+
+    Raises:
+        InvalidArgument: types, shapes, a page too short for its rows.
+        Unsupported: ``kv_indptr`` on a GPU without ``out``.
+    """
+    return call(index_gather, locals(), ("k_fp8", "k_scale"))
 
 
 def index_logits(
@@ -106,21 +151,7 @@ def index_logits(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    tensors = {
-        "q_fp8": q_fp8,
-        "head_weight": head_weight,
-        "k_fp8": k_fp8,
-        "k_scale": k_scale,
-        "k_start": k_start,
-        "k_end": k_end,
-        "index_pool": index_pool,
-        "page_table": page_table,
-        "row_to_request": row_to_request,
-        "row_len": row_len,
-        "schedule": schedule,
-    }
-    params = {"layout": layout, "page_size": page_size}
-    return call("index_logits", ("logits",), tensors, params, out, impl, stream)
+    return call(index_logits, locals(), ("logits",))
 
 
 def topk_select(
@@ -161,17 +192,7 @@ def topk_select(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    tensors = {
-        "logits": logits,
-        "row_len": row_len,
-        "row_start": row_start,
-        "page_table": page_table,
-        "token_table": token_table,
-        "row_to_request": row_to_request,
-        "row_offset": row_offset,
-    }
-    params = {"topk": topk, "transform": transform, "page_size": page_size}
-    return call("topk_select", ("indices",), tensors, params, out, impl, stream)
+    return call(topk_select, locals(), ("indices",))
 
 
 def index_select(
@@ -208,20 +229,4 @@ def index_select(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    tensors = {
-        "q_fp8": q_fp8,
-        "head_weight": head_weight,
-        "k_fp8": k_fp8,
-        "k_scale": k_scale,
-        "k_start": k_start,
-        "k_end": k_end,
-        "index_pool": index_pool,
-        "page_table": page_table,
-        "token_table": token_table,
-        "row_to_request": row_to_request,
-        "row_len": row_len,
-        "row_offset": row_offset,
-        "schedule": schedule,
-    }
-    params = {"layout": layout, "topk": topk, "transform": transform, "page_size": page_size}
-    return call("index_select", ("indices",), tensors, params, out, impl, stream)
+    return call(index_select, locals(), ("indices",))

@@ -2,29 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
-from ._call import Out, Tensor, call, call_by_name
-
-
-def _layer(
-    gate: str,
-    lower_bound: float,
-    beta_kind: str,
-    allow_neg_eigval: bool,
-    normalise: bool,
-    scale: Optional[float],
-    check: bool,
-) -> dict[str, Any]:
-    return {
-        "gate": gate,
-        "lower_bound": lower_bound,
-        "beta_kind": beta_kind,
-        "allow_neg_eigval": allow_neg_eigval,
-        "normalise": normalise,
-        "scale": scale,
-        "check": check,
-    }
+from ._call import Out, Tensor, call
 
 
 def kda_gate(
@@ -54,9 +34,7 @@ def kda_gate(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    tensors = {"g": g, "a_log": a_log, "dt_bias": dt_bias}
-    params = {"gate": gate, "lower_bound": lower_bound}
-    return call("kda_gate", ("log_decay",), tensors, params, out, impl, stream)
+    return call(kda_gate, locals(), ("log_decay",))
 
 
 def kda_prefill(
@@ -120,26 +98,7 @@ def kda_prefill(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range; with ``check`` a fault of the contents.
     """
-    tensors = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "g": g,
-        "beta": beta,
-        "q_indptr": q_indptr,
-        "a_log": a_log,
-        "dt_bias": dt_bias,
-        "state": state,
-        "in_slot": in_slot,
-        "out_slot": out_slot,
-        "has_initial_state": has_initial_state,
-        "snapshot_seq": snapshot_seq,
-        "snapshot_pos": snapshot_pos,
-        "snapshot_slot": snapshot_slot,
-    }
-    params = _layer(gate, lower_bound, beta_kind, allow_neg_eigval, normalise, scale, check)
-    params.update(state_layout=state_layout, chunk=chunk, v_columns=v_columns, commit=commit)
-    return call("kda_prefill", ("out",), tensors, params, out, impl, stream)
+    return call(kda_prefill, locals(), ("out",))
 
 
 def kda_decode(
@@ -185,21 +144,7 @@ def kda_decode(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range; with ``check`` a fault of the contents.
     """
-    tensors = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "qkv": qkv,
-        "g": g,
-        "beta": beta,
-        "state": state,
-        "a_log": a_log,
-        "dt_bias": dt_bias,
-        "slot": slot,
-        "has_initial_state": has_initial_state,
-    }
-    params = _layer(gate, lower_bound, beta_kind, allow_neg_eigval, normalise, scale, check)
-    return call("kda_decode", ("out",), tensors, params, out, impl, stream)
+    return call(kda_decode, locals(), ("out",))
 
 
 def kda_verify(
@@ -248,23 +193,7 @@ def kda_verify(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range; with ``check`` a fault of the contents.
     """
-    tensors = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "qkv": qkv,
-        "g": g,
-        "beta": beta,
-        "state": state,
-        "a_log": a_log,
-        "dt_bias": dt_bias,
-        "slot": slot,
-        "has_initial_state": has_initial_state,
-        "parent": parent,
-    }
-    params = _layer(gate, lower_bound, beta_kind, allow_neg_eigval, normalise, scale, check)
-    params.update(mode=mode, rows_per_request=rows_per_request)
-    return call("kda_verify", ("out", "scratch"), tensors, params, out, impl, stream)
+    return call(kda_verify, locals(), ("out", "scratch"))
 
 
 def kda_commit(
@@ -304,21 +233,7 @@ def kda_commit(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range; with ``check`` a fault of the contents.
     """
-    tensors = {
-        "scratch": scratch,
-        "accepted": accepted,
-        "slot": slot,
-        "state": state,
-        "in_slot": in_slot,
-        "has_initial_state": has_initial_state,
-        "parent": parent,
-        "track_slot": track_slot,
-        "track_accepted": track_accepted,
-        "window_scratch": window_scratch,
-        "window_state": window_state,
-    }
-    params = {"mode": mode, "window_layout": window_layout, "check": check}
-    call_by_name("kda_commit", tensors, params, None, impl, stream)
+    call(kda_commit, locals())
 
 
 def causal_conv1d(
@@ -369,27 +284,165 @@ def causal_conv1d(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range; with ``check`` a fault of the contents.
     """
-    tensors = {
-        "x": x,
-        "weight": weight,
-        "bias": bias,
-        "window_state": window_state,
-        "q_indptr": q_indptr,
-        "in_slot": in_slot,
-        "out_slot": out_slot,
-        "slot": slot,
-        "has_initial_state": has_initial_state,
-        "snapshot_seq": snapshot_seq,
-        "snapshot_pos": snapshot_pos,
-        "snapshot_slot": snapshot_slot,
-        "parent": parent,
-    }
-    params = {
-        "mode": mode,
-        "rows_per_request": rows_per_request,
-        "activation": activation,
-        "window_layout": window_layout,
-        "check": check,
-    }
-    results = ("out", "window_scratch") if mode == "verify" else ("out",)
-    return call("causal_conv1d", results, tensors, params, out, impl, stream)
+    return call(causal_conv1d, locals(), ("out", "window_scratch") if mode == "verify" else ("out",))
+
+
+class StageGate(NamedTuple):
+    """Results of :func:`kda_stage_gate`."""
+
+    g_sum: Tensor
+    q_hat: Tensor
+    k_hat: Tensor
+
+
+def kda_stage_gate(
+    q: Tensor,
+    k: Tensor,
+    g: Tensor,
+    q_indptr: Tensor,
+    gate: str,
+    *,
+    a_log: Optional[Tensor] = None,
+    dt_bias: Optional[Tensor] = None,
+    lower_bound: float = -5.0,
+    normalise: bool = False,
+    chunk: int = 64,
+    stage_dtype: str = "f32",
+    impl: Optional[str] = None,
+    out: Out = None,
+    stream: Optional[int] = None,
+) -> StageGate:
+    """First stage of a chunked :func:`kda_prefill`: the gate's sums within each chunk, queries and keys normalised.
+
+    Args:
+        q, k: bf16 [T, H, K].
+        g: bf16 or f32 [T, HV, K].
+        q_indptr: i32 or i64 [N+1]: rows of each sequence; chunks start anew with every one.
+        gate, a_log, dt_bias, lower_bound: as in :func:`kda_gate`.
+        normalise: divide q and k by their norm.
+        chunk: C, 16, 32 or 64 rows.
+        stage_dtype: "f32" or "bf16": type of q_hat and k_hat.
+
+    Returns:
+        g_sum f32 [T, HV, K], the inclusive sum of the log decay in base 2, q_hat and k_hat [T, H, K].
+
+    Raises:
+        InvalidArgument: types, shapes, parameters outside their range.
+    """
+    return StageGate(*call(kda_stage_gate, locals(), StageGate._fields))
+
+
+class StageIntra(NamedTuple):
+    """Results of :func:`kda_stage_intra`."""
+
+    p: Tensor
+    x: Tensor
+    w: Tensor
+    u0: Tensor
+    kr: Tensor
+
+
+def kda_stage_intra(
+    q_hat: Tensor,
+    k_hat: Tensor,
+    g_sum: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    q_indptr: Tensor,
+    beta_kind: str,
+    *,
+    allow_neg_eigval: bool = False,
+    chunk: int = 64,
+    impl: Optional[str] = None,
+    out: Out = None,
+    stream: Optional[int] = None,
+) -> StageIntra:
+    """Second stage: what a chunk needs to know of itself (docs/kda_stages.md has the formulas).
+
+    Args:
+        q_hat, k_hat: f32 or bf16 [T, H, K], of :func:`kda_stage_gate`; their type is that of the results.
+        g_sum: f32 [T, HV, K].
+        v: bf16 [T, HV, V].
+        beta: bf16 or f32 [T, HV].
+        q_indptr: i32 or i64 [N+1].
+        beta_kind, allow_neg_eigval: as in :func:`kda_prefill`.
+        chunk: C, 16, 32 or 64 rows.
+
+    Returns:
+        p and x [T, HV, C], w [T, HV, K], u0 [T, HV, V] and kr [T, HV, K].
+
+    Raises:
+        InvalidArgument: types, shapes, parameters outside their range.
+    """
+    return StageIntra(*call(kda_stage_intra, locals(), StageIntra._fields))
+
+
+class StageInter(NamedTuple):
+    """Results of :func:`kda_stage_inter`."""
+
+    chunk_states: Tensor
+    u: Tensor
+    final_state: Tensor
+
+
+def kda_stage_inter(
+    w: Tensor,
+    kr: Tensor,
+    u0: Tensor,
+    g_sum: Tensor,
+    q_indptr: Tensor,
+    *,
+    initial_state: Optional[Tensor] = None,
+    chunk: int = 64,
+    impl: Optional[str] = None,
+    out: Out = None,
+    stream: Optional[int] = None,
+) -> StageInter:
+    """Third stage: the chain over the chunks of each sequence.
+
+    Args:
+        w, kr: f32 or bf16 [T, HV, K]; u0: the same type, [T, HV, V].
+        g_sum: f32 [T, HV, K].
+        q_indptr: i32 or i64 [N+1].
+        initial_state: f32 [N, HV, V, K]; None: zeros.
+        chunk: C, 16, 32 or 64 rows.
+
+    Returns:
+        chunk_states f32 [E, HV, V, K], the state that enters each chunk, u [T, HV, V] and final_state f32 [N, HV, V, K].
+        Chunks are counted sequence by sequence; E is the most that so many rows and sequences can have.
+
+    Raises:
+        InvalidArgument: types, shapes, parameters outside their range.
+    """
+    return StageInter(*call(kda_stage_inter, locals(), StageInter._fields))
+
+
+def kda_stage_output(
+    q_hat: Tensor,
+    g_sum: Tensor,
+    p: Tensor,
+    u: Tensor,
+    chunk_states: Tensor,
+    q_indptr: Tensor,
+    *,
+    scale: Optional[float] = None,
+    impl: Optional[str] = None,
+    out: Out = None,
+    stream: Optional[int] = None,
+) -> Tensor:
+    """Last stage: the outputs of every chunk, scale * ((q * 2^G) S + P U).
+
+    Args:
+        q_hat: f32 or bf16 [T, H, K]; p [T, HV, C] and u [T, HV, V]: the same type.
+        g_sum: f32 [T, HV, K].
+        chunk_states: f32 [E, HV, V, K], of :func:`kda_stage_inter`.
+        q_indptr: i32 or i64 [N+1].
+        scale: None: K^-1/2.
+
+    Returns:
+        out bf16 [T, HV, V]. Rows of no sequence are not written.
+
+    Raises:
+        InvalidArgument: types, shapes, parameters outside their range.
+    """
+    return call(kda_stage_output, locals(), ("out",))

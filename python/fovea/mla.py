@@ -74,38 +74,9 @@ def sparse_mla(
         InvalidArgument: types, shapes, parameters outside their range.
         Unsupported: ``impl`` does not do this problem.
     """
-    tensors = {
-        "q": q,
-        "kv": kv,
-        "indices": indices,
-        "topk_length": topk_length,
-        "sink": sink,
-        "inv_scale": inv_scale,
-        "extra_kv": extra_kv,
-        "extra_indices": extra_indices,
-        "extra_topk_length": extra_topk_length,
-        "extra_page_table": extra_page_table,
-        "extra_len": extra_len,
-        "row_to_request": row_to_request,
-        "extra_inv_scale": extra_inv_scale,
-        "inverse_rope": inverse_rope,
-        "positions": positions,
-    }
-    params = {
-        "softmax_scale": softmax_scale,
-        "row_format": row_format,
-        "page_size": page_size,
-        "extra_row_format": extra_row_format,
-        "extra_page_size": extra_page_size,
-        "empty_lse": empty_lse,
-        "logit_cap": logit_cap,
-        "q_scale": q_scale,
-        "k_scale": k_scale,
-        "fixed_splits": fixed_splits,
-    }
-    results = ("out", "lse", "max_logits") if return_max_logits else ("out", "lse")
-    unwanted = () if return_max_logits else ("max_logits",)
-    return call("sparse_mla", results, tensors, params, out, impl, stream, unwanted)
+    if return_max_logits:
+        return call(sparse_mla, locals(), ("out", "lse", "max_logits"))
+    return call(sparse_mla, locals(), ("out", "lse"), unwanted=("max_logits",))
 
 
 def dense_mla(
@@ -149,17 +120,7 @@ def dense_mla(
         InvalidArgument: types, shapes, parameters outside their range.
         Unsupported: a row format that this build lacks.
     """
-    tensors = {"q": q, "kv": kv, "page_table": page_table, "kv_len": kv_len, "q_indptr": q_indptr}
-    params = {
-        "softmax_scale": softmax_scale,
-        "causal": causal,
-        "row_format": row_format,
-        "page_size": page_size,
-        "q_scale": q_scale,
-        "k_scale": k_scale,
-        "split_keys": split_keys,
-    }
-    return call("dense_mla", ("out", "lse"), tensors, params, out, impl, stream)
+    return call(dense_mla, locals(), ("out", "lse"))
 
 
 def mha_varlen(
@@ -190,9 +151,7 @@ def mha_varlen(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    tensors = {"q": q, "k": k, "v": v, "q_indptr": q_indptr, "kv_indptr": kv_indptr}
-    params = {"softmax_scale": softmax_scale, "causal": causal}
-    return call("mha_varlen", ("out", "lse"), tensors, params, out, impl, stream)
+    return call(mha_varlen, locals(), ("out", "lse"))
 
 
 def merge_lse(
@@ -219,8 +178,7 @@ def merge_lse(
     Raises:
         InvalidArgument: types, shapes.
     """
-    tensors = {"out_parts": out_parts, "lse_parts": lse_parts, "sink": sink}
-    return call("merge_lse", ("out", "lse"), tensors, {}, out, impl, stream)
+    return call(merge_lse, locals(), ("out", "lse"))
 
 
 def concat_absorbed_q(
@@ -243,7 +201,7 @@ def concat_absorbed_q(
     Raises:
         InvalidArgument: types, shapes.
     """
-    return call("concat_absorbed_q", ("q",), {"q_nope": q_nope, "q_rope": q_rope}, {}, out, impl, stream)
+    return call(concat_absorbed_q, locals(), ("q",))
 
 
 def mla_rope_quantize(
@@ -277,16 +235,7 @@ def mla_rope_quantize(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    tensors = {
-        "positions": positions,
-        "cos_sin": cos_sin,
-        "q_nope": q_nope,
-        "q_rope": q_rope,
-        "k_nope": k_nope,
-        "k_rope": k_rope,
-    }
-    params = {"rope_style": rope_style, "q_scale": q_scale, "k_scale": k_scale}
-    return call("mla_rope_quantize", ("q_fp8", "k_fp8"), tensors, params, out, impl, stream)
+    return call(mla_rope_quantize, locals(), ("q_fp8", "k_fp8"))
 
 
 def swa_decode(
@@ -326,16 +275,7 @@ def swa_decode(
         InvalidArgument: types, shapes, parameters outside their range.
         Unsupported: a row format that no implementation has on this device.
     """
-    tensors = {
-        "q": q,
-        "kv": kv,
-        "swa_indices": swa_indices,
-        "swa_lens": swa_lens,
-        "inv_scale": inv_scale,
-        "sink": sink,
-    }
-    params = {"softmax_scale": softmax_scale, "window": window, "row_format": row_format, "page_size": page_size}
-    return call("swa_decode", ("out", "lse"), tensors, params, out, impl, stream)
+    return call(swa_decode, locals(), ("out", "lse"))
 
 
 def build_swa_indices(
@@ -373,6 +313,4 @@ def build_swa_indices(
         InvalidArgument: types, shapes, parameters outside their range.
         Unsupported: ``q_indptr`` on a GPU without ``row_valid``.
     """
-    tensors = {"q_indptr": q_indptr, "kv_len": kv_len, "page_table": page_table, "row_valid": row_valid}
-    params = {"window": window, "page_size": page_size, "width": width, "storage": storage, "pages": pages}
-    return call("build_swa_indices", ("indices", "row_len"), tensors, params, out, impl, stream)
+    return call(build_swa_indices, locals(), ("indices", "row_len"))

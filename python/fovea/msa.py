@@ -35,9 +35,7 @@ def build_page_table(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    tensors = {"req_to_token": req_to_token, "pool_row": pool_row, "kv_len": kv_len}
-    params = {"page_size": page_size, "delta": delta, "max_pages": max_pages}
-    return call("build_page_table", ("page_table",), tensors, params, out, impl, stream)
+    return call(build_page_table, locals(), ("page_table",))
 
 
 def msa_block_scores(
@@ -76,16 +74,7 @@ def msa_block_scores(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    tensors = {
-        "iq": iq,
-        "index_k": index_k,
-        "page_table": page_table,
-        "kv_len": kv_len,
-        "q_indptr": q_indptr,
-        "q_offset": q_offset,
-    }
-    params = {"block_size": block_size, "score": score, "index_scale": index_scale, "page_size": page_size}
-    return call("msa_block_scores", ("scores",), tensors, params, out, impl, stream)
+    return call(msa_block_scores, locals(), ("scores",))
 
 
 def msa_select_blocks(
@@ -127,18 +116,7 @@ def msa_select_blocks(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    tensors = {"scores": scores, "kv_len": kv_len, "q_indptr": q_indptr, "q_offset": q_offset}
-    params = {
-        "block_size": block_size,
-        "topk": topk,
-        "init_blocks": init_blocks,
-        "local_blocks": local_blocks,
-        "num_kv_heads": num_kv_heads,
-        "index_reduce": index_reduce,
-        "blocks_layout": blocks_layout,
-        "page_size": page_size,
-    }
-    return call("msa_select_blocks", ("blocks",), tensors, params, out, impl, stream)
+    return call(msa_select_blocks, locals(), ("blocks",))
 
 
 def msa_score_select(
@@ -182,27 +160,7 @@ def msa_score_select(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    tensors = {
-        "iq": iq,
-        "index_k": index_k,
-        "page_table": page_table,
-        "kv_len": kv_len,
-        "q_indptr": q_indptr,
-        "q_offset": q_offset,
-    }
-    params = {
-        "block_size": block_size,
-        "topk": topk,
-        "score": score,
-        "index_scale": index_scale,
-        "init_blocks": init_blocks,
-        "local_blocks": local_blocks,
-        "num_kv_heads": num_kv_heads,
-        "index_reduce": index_reduce,
-        "blocks_layout": blocks_layout,
-        "page_size": page_size,
-    }
-    return call("msa_score_select", ("blocks",), tensors, params, out, impl, stream)
+    return call(msa_score_select, locals(), ("blocks",))
 
 
 def msa_attend(
@@ -260,29 +218,4 @@ def msa_attend(
         InvalidArgument: types, shapes, parameters outside their range.
         Unsupported: ``impl`` does not do this problem.
     """
-    tensors = {
-        "q": q,
-        "k_pool": k_pool,
-        "v_pool": v_pool,
-        "page_table": page_table,
-        "kv_len": kv_len,
-        "q_indptr": q_indptr,
-        "blocks": blocks,
-        "q_offset": q_offset,
-        "sink": sink,
-        "q_scale": q_scale,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "k_global_scale": k_global_scale,
-        "v_global_scale": v_global_scale,
-    }
-    params = {
-        "block_size": block_size,
-        "softmax_scale": softmax_scale,
-        "causal": causal,
-        "kv_mode": kv_mode,
-        "blocks_layout": blocks_layout,
-        "topk": topk,
-        "page_size": page_size,
-    }
-    return call("msa_attend", ("out", "lse"), tensors, params, out, impl, stream)
+    return call(msa_attend, locals(), ("out", "lse"))

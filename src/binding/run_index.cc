@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 
+#include "fovea/index_cache.h"
 #include "fovea/index_logits.h"
 #include "fovea/index_quantize.h"
 #include "fovea/index_select.h"
@@ -121,7 +123,45 @@ void bind_transform(NamedCall& call, bool has_pages, Problem& problem, Tensors& 
   call.set_extent("K", problem.topk, "params.topk");
 }
 
+// Rows that the requests of a gather fill: where the last one ends.
+int64_t gathered_rows(const NamedCall& call) {
+  return std::max<int64_t>(0, call.values("kv_indptr")[call.extent("R")]);
+}
+
 }  // namespace
+
+void run_index_store(NamedCall& call) {
+  IndexCacheProblem problem;
+  IndexStoreTensors tensors;
+  tensors.k_fp8 = call.in("k_fp8", "u8 [T, Di]");
+  tensors.k_scale = call.in("k_scale", "f32 [T]");
+  tensors.slots = call.in("slots", "i32|i64 [T]");
+  tensors.index_pool = call.update("index_pool", "u8 [pages, page_bytes]");
+  problem.max_rows = call.extent("T");
+  problem.head_dim = call.extent("Di");
+  problem.page_size = call.integer("page_size");
+  call.run(call.plan<IndexStore>(problem), tensors);
+}
+
+void run_index_gather(NamedCall& call) {
+  IndexCacheProblem problem;
+  IndexGatherTensors tensors;
+  tensors.index_pool = call.in("index_pool", "u8 [pages, page_bytes]");
+  tensors.page_table = call.in("page_table", "i32 [R, max_pages]");
+  tensors.kv_indptr = call.in("kv_indptr", "i32 [R+1]");
+  problem.page_size = call.integer("page_size");
+  problem.head_dim = call.integer("head_dim", problem.head_dim);
+  call.set_extent("Di", problem.head_dim, "params.head_dim");
+  if (!call.is_given("k_fp8")) {
+    call.set_extent("S", gathered_rows(call), "the end of the last request");
+  }
+  // The bound of S is as good as S itself: nothing is sized by it.
+  problem.max_rows = std::numeric_limits<int32_t>::max();
+  const IndexGather plan = call.plan<IndexGather>(problem);
+  tensors.k_fp8 = call.out("k_fp8", "u8 [S, Di]");
+  tensors.k_scale = call.out("k_scale", "f32 [S]");
+  call.run(plan, tensors);
+}
 
 void run_index_quantize(NamedCall& call) {
   IndexQuantizeProblem problem;

@@ -9,6 +9,7 @@
 #include "fovea/kda_decode.h"
 #include "fovea/kda_gate.h"
 #include "fovea/kda_prefill.h"
+#include "fovea/kda_stages.h"
 #include "fovea/kda_verify.h"
 #include "src/binding/bindings.h"
 
@@ -30,6 +31,20 @@ KdaGate bind_gate(NamedCall& call, Tensors* tensors) {
   return gate;
 }
 
+void bind_beta(NamedCall& call, DType dtype, KdaLayer* layer) {
+  layer->beta_dtype = dtype;
+  layer->beta_kind =
+      call.choice<BetaKind>("beta_kind", {{"prob", BetaKind::kProb}, {"logit", BetaKind::kLogit}});
+  layer->allow_neg_eigval = call.flag("allow_neg_eigval", false);
+}
+
+// 0 where it is left out: K^-1/2.
+float bind_scale(NamedCall& call) {
+  const float scale = call.number("scale", std::numeric_limits<float>::quiet_NaN());
+  if (scale == 0) call.refuse("scale = 0, expected a value > 0; leave it out for K^-1/2");
+  return std::isnan(scale) ? 0.0f : scale;
+}
+
 // The parameters of a layer but its state, with g, beta, a_log and dt_bias. The axes H, V are known
 // by now.
 template <class Tensors>
@@ -37,14 +52,9 @@ KdaLayer bind_layer(NamedCall& call, Tensors* tensors) {
   KdaLayer layer;
   layer.gate = bind_gate(call, tensors);
   tensors->beta = call.in("beta", "bf16|f32 [T, HV]");
-  layer.beta_dtype = tensors->beta.dtype;
-  layer.beta_kind =
-      call.choice<BetaKind>("beta_kind", {{"prob", BetaKind::kProb}, {"logit", BetaKind::kLogit}});
-  layer.allow_neg_eigval = call.flag("allow_neg_eigval", false);
+  bind_beta(call, tensors->beta.dtype, &layer);
   layer.normalise = call.flag("normalise", false);
-  const float scale = call.number("scale", std::numeric_limits<float>::quiet_NaN());
-  if (scale == 0) call.refuse("scale = 0, expected a value > 0; leave it out for K^-1/2");
-  layer.scale = std::isnan(scale) ? 0.0f : scale;
+  layer.scale = bind_scale(call);
   layer.num_heads = call.extent("H");
   layer.num_value_heads = call.extent("HV");
   layer.head_dim_k = call.extent("K");
@@ -298,6 +308,121 @@ void run_causal_conv1d(NamedCall& call) {
   if (problem.mode == ConvMode::kVerify) {
     tensors.window_scratch = call.out("window_scratch", "bf16 [R, Td, 3, D]");
   }
+  call.run(plan, tensors);
+}
+
+namespace {
+
+// Rows, sequences and heads of a stage. The axes T, H, HV and K are known.
+void bind_stage_bounds(NamedCall& call, KdaStageProblem* problem) {
+  problem->max_rows = call.extent("T");
+  problem->max_sequences = call.extent("N");
+  problem->layer.num_heads = call.extent("H");
+  problem->layer.num_value_heads = call.extent("HV");
+  problem->layer.head_dim_k = call.extent("K");
+}
+
+// The declaration of a tensor that hands over between stages.
+std::string stage_type(const KdaStageProblem& problem, const std::string& axes) {
+  return std::string(to_string(problem.stage_dtype)) + " " + axes;
+}
+
+// Type and axes of what a later stage reads first: the others must have its type.
+void bind_stage_dtype(NamedCall& call, const std::string& first, KdaStageProblem* problem) {
+  problem->stage_dtype = call.dtype_of(first) == DType::kBf16 ? DType::kBf16 : DType::kF32;
+}
+
+void bind_stage_chunk(NamedCall& call, KdaStageProblem* problem) {
+  problem->chunk = call.integer("chunk", problem->chunk);
+  call.set_extent("C", problem->chunk, "params.chunk");
+}
+
+}  // namespace
+
+void run_kda_stage_gate(NamedCall& call) {
+  KdaStageProblem problem;
+  KdaStageGateTensors tensors;
+  tensors.q = call.in("q", "bf16 [T, H, K]");
+  tensors.k = call.in("k", "bf16 [T, H, K]");
+  problem.layer.gate = bind_gate(call, &tensors);
+  tensors.q_indptr = call.in("q_indptr", "i32|i64 [N+1]");
+  problem.layer.normalise = call.flag("normalise", false);
+  problem.stage_dtype = call.choice<DType>(
+      "stage_dtype", {{"f32", DType::kF32}, {"bf16", DType::kBf16}}, DType::kF32);
+  bind_stage_chunk(call, &problem);
+  bind_stage_bounds(call, &problem);
+  const KdaStageGate plan = call.plan<KdaStageGate>(problem);
+  tensors.g_sum = call.out("g_sum", "f32 [T, HV, K]");
+  tensors.q_hat = call.out("q_hat", stage_type(problem, "[T, H, K]"));
+  tensors.k_hat = call.out("k_hat", stage_type(problem, "[T, H, K]"));
+  call.run(plan, tensors);
+}
+
+void run_kda_stage_intra(NamedCall& call) {
+  KdaStageProblem problem;
+  KdaStageIntraTensors tensors;
+  bind_stage_dtype(call, "q_hat", &problem);
+  tensors.q_hat = call.in("q_hat", stage_type(problem, "[T, H, K]"));
+  tensors.k_hat = call.in("k_hat", stage_type(problem, "[T, H, K]"));
+  tensors.g_sum = call.in("g_sum", "f32 [T, HV, K]");
+  tensors.v = call.in("v", "bf16 [T, HV, V]");
+  tensors.beta = call.in("beta", "bf16|f32 [T, HV]");
+  tensors.q_indptr = call.in("q_indptr", "i32|i64 [N+1]");
+  bind_beta(call, tensors.beta.dtype, &problem.layer);
+  problem.layer.head_dim_v = call.extent("V");
+  bind_stage_chunk(call, &problem);
+  bind_stage_bounds(call, &problem);
+  const KdaStageIntra plan = call.plan<KdaStageIntra>(problem);
+  tensors.p = call.out("p", stage_type(problem, "[T, HV, C]"));
+  tensors.x = call.out("x", stage_type(problem, "[T, HV, C]"));
+  tensors.w = call.out("w", stage_type(problem, "[T, HV, K]"));
+  tensors.u0 = call.out("u0", stage_type(problem, "[T, HV, V]"));
+  tensors.kr = call.out("kr", stage_type(problem, "[T, HV, K]"));
+  call.run(plan, tensors);
+}
+
+void run_kda_stage_inter(NamedCall& call) {
+  KdaStageProblem problem;
+  KdaStageInterTensors tensors;
+  bind_stage_dtype(call, "w", &problem);
+  tensors.w = call.in("w", stage_type(problem, "[T, HV, K]"));
+  tensors.kr = call.in("kr", stage_type(problem, "[T, HV, K]"));
+  tensors.u0 = call.in("u0", stage_type(problem, "[T, HV, V]"));
+  tensors.g_sum = call.in("g_sum", "f32 [T, HV, K]");
+  tensors.q_indptr = call.in("q_indptr", "i32|i64 [N+1]");
+  tensors.initial_state = call.opt("initial_state", "f32 [N, HV, V, K]");
+  problem.layer.head_dim_v = call.extent("V");
+  call.set_extent("H", 1, "one group of heads");  // queries have no part in this stage
+  bind_stage_chunk(call, &problem);
+  bind_stage_bounds(call, &problem);
+  const KdaStageInter plan = call.plan<KdaStageInter>(problem);
+  if (!call.is_given("chunk_states")) {
+    // The most chunks that so many rows and sequences have.
+    const int64_t slack = call.extent("N") * (problem.chunk - 1);
+    call.set_extent("E", (call.extent("T") + slack) / problem.chunk, "chunks");
+  }
+  tensors.chunk_states = call.out("chunk_states", "f32 [E, HV, V, K]");
+  tensors.u = call.out("u", stage_type(problem, "[T, HV, V]"));
+  tensors.final_state = call.out_if_wanted("final_state", "f32 [N, HV, V, K]");
+  call.run(plan, tensors);
+}
+
+void run_kda_stage_output(NamedCall& call) {
+  KdaStageProblem problem;
+  KdaStageOutputTensors tensors;
+  bind_stage_dtype(call, "q_hat", &problem);
+  tensors.q_hat = call.in("q_hat", stage_type(problem, "[T, H, K]"));
+  tensors.g_sum = call.in("g_sum", "f32 [T, HV, K]");
+  tensors.p = call.in("p", stage_type(problem, "[T, HV, C]"));
+  tensors.u = call.in("u", stage_type(problem, "[T, HV, V]"));
+  tensors.chunk_states = call.in("chunk_states", "f32 [E, HV, V, K]");
+  tensors.q_indptr = call.in("q_indptr", "i32|i64 [N+1]");
+  problem.layer.scale = bind_scale(call);
+  problem.layer.head_dim_v = call.extent("V");
+  problem.chunk = call.extent("C");
+  bind_stage_bounds(call, &problem);
+  const KdaStageOutput plan = call.plan<KdaStageOutput>(problem);
+  tensors.out = call.out("out", "bf16 [T, HV, V]");
   call.run(plan, tensors);
 }
 

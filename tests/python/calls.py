@@ -40,6 +40,10 @@ def legal_calls(seed=0):
         "index_quantize": {"q": bf16(rng, 3, 2, 128), "k": bf16(rng, 3, 128), "norm_weight": f32(128),
                            "norm_bias": f32(128), "head_gate": f32(3, 2), "positions": i32([0, 5, 9]),
                            "cos_sin": cos_sin(64), "rope_style": "half_split", "scale_mode": "fp32"},
+        "index_store": {"k_fp8": codes(3, 128), "k_scale": f32(3), "slots": i32([5, -1, 2]),
+                        "index_pool": codes(4, 4 * 132), "page_size": 4},
+        "index_gather": {"index_pool": codes(4, 4 * 132), "page_table": i32([[1, 2], [3, 0]]),
+                         "kv_indptr": i32([0, 7, 8]), "page_size": 4},
         "index_logits": {"q_fp8": codes(3, 2, 128), "head_weight": f32(3, 2), "layout": "paged",
                          "index_pool": codes(4, 4 * 132), "page_table": i32([[1, 2], [3, 0]]),
                          "row_to_request": i32([0, 0, 1]), "row_len": i32([7, 8, 3]), "page_size": 4},
@@ -85,10 +89,19 @@ def recurrent_calls(rng):
     def qkv(rows):
         return {"q": bf16(rng, rows, 2, 16), "k": bf16(rng, rows, 2, 16), "v": bf16(rng, rows, 2, 8)}
 
+    falling = -np.abs(f32(5, 4, 16)).cumsum(0, dtype=np.float32)
     return {
         "kda_gate": {"g": f32(5, 2, 16), "gate": "softplus", "a_log": f32(2), "dt_bias": f32(2, 16)},
         "kda_prefill": {**layer(5), **qkv(5), "q_indptr": i32([0, 3, 5]), "state": f32(4, 2, 8, 16),
                         "in_slot": i32([0, 2]), "out_slot": i32([1, 2]), "normalise": True},
+        "kda_stage_gate": {"q": bf16(rng, 5, 2, 16), "k": bf16(rng, 5, 2, 16), "g": f32(5, 2, 16), "gate": "softplus",
+                           "q_indptr": i32([0, 3, 5]), "a_log": f32(2), "chunk": 16, "normalise": True},
+        "kda_stage_intra": {"q_hat": f32(5, 2, 16), "k_hat": f32(5, 2, 16), "g_sum": falling, "v": bf16(rng, 5, 4, 8),
+                            "beta": f32(5, 4), "q_indptr": i32([0, 3, 5]), "beta_kind": "logit", "chunk": 16},
+        "kda_stage_inter": {"w": f32(5, 4, 16), "kr": f32(5, 4, 16), "u0": f32(5, 4, 8), "g_sum": falling,
+                            "q_indptr": i32([0, 3, 5]), "initial_state": f32(2, 4, 8, 16), "chunk": 16},
+        "kda_stage_output": {"q_hat": f32(5, 2, 16), "g_sum": falling, "p": f32(5, 4, 16), "u": f32(5, 4, 8),
+                             "chunk_states": f32(2, 4, 8, 16), "q_indptr": i32([0, 3, 5])},
         "kda_decode": {**layer(3), **qkv(3), "state": f32(4, 2, 8, 16), "slot": i32([3, 0, -1])},
         "kda_verify": {**layer(4), **qkv(4), "state": f32(4, 2, 8, 16), "slot": i32([3, 0]), "mode": "records",
                        "rows_per_request": 2},

@@ -19,7 +19,7 @@ THINGS = ["", "bf16", "v32", "paged", "cpu", b"", [], {}, object(), 1j, True, sl
 
 
 # Their contents say how large results are: any content would ask for any amount of memory.
-SIZES = {"build_swa_indices": ("q_indptr",), "metadata_refresh": ("seq_len", "ext_len")}
+SIZES = {"build_swa_indices": ("q_indptr",), "index_gather": ("kv_indptr",), "metadata_refresh": ("seq_len", "ext_len")}
 
 
 def changed_tensor(rng, tensor, is_size):

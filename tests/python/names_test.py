@@ -37,6 +37,7 @@ class NamesTest(Case):
         selection = rows["msa_select_blocks"] - {"scores"}
         rows["msa_score_select"] = rows["msa_block_scores"] | selection
         rows["msa_select_blocks"] |= {"kv_len"}
+        rows["kda_stage_gate"] |= {"gate", "lower_bound"}
         scales = {"q_scale", "k_scale", "v_scale", "k_global_scale", "v_global_scale"}
         rows["msa_attend"] |= scales
         compared = 0

@@ -105,6 +105,26 @@ class IndexTest(Case):
         )
         self.assertEqual(paged.tolist(), [[20, 12]])
 
+    def test_keys_go_to_the_cache_and_come_back(self):
+        rng = np.random.default_rng(17)
+        codes, scales = rng.integers(0, 256, (6, 128)).astype(np.uint8), rng.standard_normal(6).astype(np.float32)
+        for slot_type in (np.int32, np.int64):
+            pool = np.full((3, 4 * 132 + 5), 9, np.uint8)
+            slots = np.array([8, 9, 10, -1, 4, 99], slot_type)
+            self.assertIsNone(fovea.index_store(codes, scales, slots, pool, 4))
+            self.assertTrue((pool[0] == 9).all() and (pool[:, 4 * 132 :] == 9).all())
+            self.assert_same(pool[2, :384].reshape(3, 128), codes[:3])
+            self.assert_same(pool[2, 512:524].view(np.float32), scales[:3])
+            k_fp8, k_scale = fovea.index_gather(pool, i32([[2, 0], [1, 77]]), i32([0, 3, 8]), 4)
+            self.assert_same(k_fp8[:3], codes[:3])
+            self.assert_same(k_scale[:4], np.append(scales[:3], scales[4]))
+            self.assertEqual(k_fp8[7:].any() or k_scale[7:].any(), False)  # a page outside the pool
+            wide = np.full((10, 128), 7, np.uint8)
+            k_fp8, _ = fovea.index_gather(
+                pool, i32([[2, 0], [1, 77]]), i32([0, 3, 8]), 4, out={"k_fp8": wide, "k_scale": np.zeros(10, np.float32)}
+            )
+            self.assertTrue((wide[8:] == 7).all())
+
     def quantised(self, rows=7, keys=40, heads=4, dim=128):
         rng = np.random.default_rng(4)
         cos_sin = np.concatenate([np.ones((64, 32)), np.zeros((64, 32))], 1).astype(np.float32)  # no rotation
@@ -266,6 +286,23 @@ class KdaTest(Case):
             out = fovea.kda_decode(g[one], beta[one], state, **layer, q=q[one], k=k[one], v=v[one], slot=i32([2]))
             self.assert_close(out, expected[one], 1e-2)
         self.assert_close(state[2].transpose(0, 2, 1), expected_state, 1e-4)
+
+    def test_the_stages_together_are_a_prefill(self):
+        arguments = legal_calls(16)["kda_prefill"]
+        state, q_indptr = arguments["state"][arguments["in_slot"]].copy(), arguments["q_indptr"]
+        gate = {name: arguments[name] for name in ("gate", "a_log", "dt_bias")}
+        first = fovea.kda_stage_gate(
+            arguments["q"], arguments["k"], arguments["g"], q_indptr, **gate, chunk=16, normalise=True
+        )
+        own = fovea.kda_stage_intra(
+            first.q_hat, first.k_hat, first.g_sum, arguments["v"], arguments["beta"], q_indptr, "logit", chunk=16
+        )
+        chain = fovea.kda_stage_inter(own.w, own.kr, own.u0, first.g_sum, q_indptr, initial_state=state, chunk=16)
+        out = fovea.kda_stage_output(first.q_hat, first.g_sum, own.p, chain.u, chain.chunk_states, q_indptr)
+        self.assert_close(out, fovea.kda_prefill(**arguments), 1e-2)
+        self.assert_close(chain.final_state, arguments["state"][arguments["out_slot"]], 1e-4)
+        self.assertEqual(chain.chunk_states.shape, (2, 2, 8, 16))
+        self.assert_same(chain.chunk_states[0], state[0])
 
     def test_a_draft_is_verified_and_committed(self):
         rng = np.random.default_rng(15)
