@@ -1,5 +1,5 @@
 // sparse_mla with bf16 dot products: q, k and v enter the products as the bf16 values they are, the
-// weights rounded to bf16; sums are fp32.
+// weights as one bf16 or, where that shows, as the sum of two; sums are fp32.
 
 #include <algorithm>
 #include <cstring>
@@ -12,8 +12,11 @@
 
 #include <immintrin.h>
 
+// A test gives these instructions' work to plain loops, which need no target.
+#ifndef FOVEA_AVX512_BF16
 #define FOVEA_AVX512_BF16 \
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")))
+#endif
 #define FOVEA_AVX512_BF16_INLINE FOVEA_AVX512_BF16 __attribute__((always_inline)) inline
 
 namespace fovea::internal {
@@ -25,7 +28,8 @@ namespace {
 //   query    [panel][Dqk / 2][width]    pairs of channels, for the heads of a panel side by side
 //   keys     [64][kKeyStride]           pairs of channels: the rows as they are
 //   values   [32][512]                  pairs of keys (2i, 2i + 1), per channel
-//   weights  [padded_heads / 4][32][4]  pairs of keys, for 4 heads
+//   weights  [padded_heads / 4][32][4]  pairs of keys, for 4 heads: rounded to bf16
+//   rests    the same, without the pairs that have none: what the rounding left
 // kKeyStride is 19 cache lines: an odd number meets all sets of the cache. It is a constant so that
 // the keys of a register tile are reached by displacements from one register.
 // Of 32 registers 16 are sums: 8 keys x 2 vectors of heads or 16 keys x 1 for the logits, 4 heads x
@@ -38,11 +42,24 @@ constexpr int64_t kValueHeads = 4;
 constexpr int64_t kValueVectors = 4;
 // Words of a logits loop between two steps of the prefetcher, 200 to 300 cycles.
 constexpr int64_t kStepWords = 16;
+// A weight below this share of the sum so far loses its rest, at most 2^-9 of it: a 32nd each, such
+// keys move an output by 1.5e-4 of a value (rms of 32 roundings), a fifth of the limit. Keys above
+// are few, so that the rests cost a pass over the values of a few pairs: the second products of all
+// pairs would take half as long again as everything else.
+constexpr float kRestShare = 1.0f / 32;
+
+// Of 4 heads: the pairs of keys that have rests.
+struct RestList {
+  int32_t count;
+  uint8_t pair[kPairs];
+};
 
 struct Tile {
   uint32_t* keys;
   uint32_t* values;
   uint32_t* weights;
+  uint32_t* rests;
+  RestList* lists;  // [padded_heads / 4]
 };
 
 Tile cut_tile(void* memory) {
@@ -51,12 +68,14 @@ Tile cut_tile(void* memory) {
   tile.keys = words;
   tile.values = tile.keys + kTileKeys * kKeyStride;
   tile.weights = tile.values + kPairs * kLatentDim;
+  tile.rests = tile.weights + kMaxGroupHeads * kPairs;
+  tile.lists = reinterpret_cast<RestList*>(tile.rests + kMaxGroupHeads * kPairs);
   return tile;
 }
 
 size_t tile_bytes() {
-  const int64_t words = kTileKeys * kKeyStride + kPairs * kLatentDim + kMaxGroupHeads * kPairs;
-  return static_cast<size_t>(words) * sizeof(uint32_t);
+  const int64_t words = kTileKeys * kKeyStride + kPairs * kLatentDim + 2 * kMaxGroupHeads * kPairs;
+  return static_cast<size_t>(words) * sizeof(uint32_t) + kMaxGroupHeads / 4 * sizeof(RestList);
 }
 
 size_t query_bytes(int64_t head_dim_qk, int64_t padded) {
@@ -204,29 +223,77 @@ FOVEA_AVX512_BF16 void interleave_values(const uint32_t* keys, int64_t num_keys,
   }
 }
 
-// fp32 weights [group of 4 heads][64][4] to bf16 pairs of keys [group][32][4], round to nearest
-// even. A partner past the last key becomes 0.
+// Takes the rests of two pairs of keys, a word per head, to the list of their 4 heads.
+FOVEA_AVX512_BF16_INLINE void list_rests(__m256i rests, uint32_t which, int64_t pair,
+                                         RestList* list, uint32_t* to) {
+  alignas(32) uint32_t words[8];
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(words), rests);
+  for (int64_t i = 0; i < 2; ++i) {
+    if ((which >> (8 * i) & 0xFF) == 0) continue;
+    std::memcpy(to + list->count * 4, words + 4 * i, 4 * sizeof(uint32_t));
+    list->pair[list->count++] = static_cast<uint8_t>(pair + i);
+  }
+}
+
+// fp32 weights [group of 4 heads][64][4] to bf16 pairs of keys, round to nearest even, and their
+// rests. A partner past the last key becomes 0. What becomes of a weight depends on its own head
+// alone: a rest of 0 beside one that counts adds 0 to a sum that has met this key.
 FOVEA_AVX512_BF16 void pair_weights(float* from, int64_t num_heads, int64_t num_keys,
-                                    uint32_t* to) {
+                                    const float* sums, const Tile& tile) {
   // 4 keys x 4 heads: word h of a pair takes head h of the even key and of the odd one.
   const __m256i order = _mm256_setr_epi16(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+  constexpr __mmask16 kAll = 0xFFFF;
   const int64_t end = (num_keys + 3) / 4 * 4;
   for (int64_t head = 0; head < num_heads; head += 4) {
     float* group = from + head * kTileKeys;
     std::fill(group + num_keys * 4, group + end * 4, 0.0f);
+    alignas(64) float smallest[16];
+    for (int64_t i = 0; i < 16; ++i) smallest[i] = kRestShare * sums[head + i % 4];
+    const __m512 limit = _mm512_loadu_ps(smallest);
+    RestList* const list = tile.lists + head / 4;
+    list->count = 0;
     for (int64_t k = 0; k < end; k += 4) {
-      const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(group + k * 4));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + head * kPairs + k / 2 * 4),
+      const __m512 weight = _mm512_loadu_ps(group + k * 4);
+      const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(weight);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(tile.weights + head * kPairs + k / 2 * 4),
                           _mm256_permutexvar_epi16(order, rounded));
+      // The forms with a mask: GCC 12 warns of the undefined operand of the others.
+      const __m512i words = _mm512_maskz_cvtepu16_epi32(kAll, rounded);
+      const __m512 rest =
+          _mm512_sub_ps(weight, _mm512_castsi512_ps(_mm512_maskz_slli_epi32(kAll, words, 16)));
+      // NaN counts.
+      const uint32_t counts = _mm512_cmp_ps_mask(weight, limit, _CMP_NLE_UQ) &
+                              _mm512_cmp_ps_mask(rest, _mm512_setzero_ps(), _CMP_NEQ_UQ);
+      if (counts == 0) continue;
+      const __m256i rests =
+          (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_mov_ps(static_cast<__mmask16>(counts), rest));
+      list_rests(_mm256_permutexvar_epi16(order, rests), counts, k / 2, list,
+                 tile.rests + head * kPairs);
     }
   }
 }
 
-// out[h, d] = alpha[h] * out + sum over pairs of keys, for 4 heads and 64 channels.
-FOVEA_AVX512_BF16_INLINE void value_tile(const uint32_t* __restrict values,
-                                         const uint32_t* __restrict weights, int64_t num_pairs,
-                                         bool first, const float* __restrict alpha,
-                                         float* __restrict out) {
+// sum[h, channels] += the weights of a pair of keys, for 4 heads, times its values.
+FOVEA_AVX512_BF16_INLINE void add_pair(const uint32_t* __restrict values,
+                                       const uint32_t* __restrict weights,
+                                       __m512 (&sum)[kValueHeads][kValueVectors]) {
+  __m512i value[kValueVectors];
+#pragma GCC unroll 4
+  for (int v = 0; v < kValueVectors; ++v) value[v] = Lanes16::pairs(values + v * 16);
+#pragma GCC unroll 4
+  for (int h = 0; h < kValueHeads; ++h) {
+    const __m512i weight = Lanes16::broadcast(weights[h]);
+#pragma GCC unroll 4
+    for (int v = 0; v < kValueVectors; ++v)
+      sum[h][v] = Lanes16::add_dot(sum[h][v], value[v], weight);
+  }
+}
+
+// out[h, d] = alpha[h] * out + sum over pairs of keys, then over the rests, for the 4 heads from
+// `head` on and the 64 channels from `channel` on.
+FOVEA_AVX512_BF16_INLINE void value_tile(const Tile& tile, int64_t head, int64_t channel,
+                                         int64_t num_pairs, bool first,
+                                         const float* __restrict alpha, float* __restrict out) {
   __m512 sum[kValueHeads][kValueVectors];
 #pragma GCC unroll 4
   for (int h = 0; h < kValueHeads; ++h) {
@@ -237,19 +304,14 @@ FOVEA_AVX512_BF16_INLINE void value_tile(const uint32_t* __restrict values,
                                         _mm512_loadu_ps(out + h * kLatentDim + v * 16));
     }
   }
-  for (int64_t pair = 0; pair < num_pairs; ++pair) {
-    __m512i value[kValueVectors];
-#pragma GCC unroll 4
-    for (int v = 0; v < kValueVectors; ++v)
-      value[v] = Lanes16::pairs(values + pair * kLatentDim + v * 16);
-#pragma GCC unroll 4
-    for (int h = 0; h < kValueHeads; ++h) {
-      const __m512i weight = Lanes16::broadcast(weights[pair * 4 + h]);
-#pragma GCC unroll 4
-      for (int v = 0; v < kValueVectors; ++v)
-        sum[h][v] = Lanes16::add_dot(sum[h][v], value[v], weight);
-    }
-  }
+  const uint32_t* const values = tile.values + channel;
+  const uint32_t* const weights = tile.weights + head * kPairs;
+  for (int64_t pair = 0; pair < num_pairs; ++pair)
+    add_pair(values + pair * kLatentDim, weights + pair * 4, sum);
+  const uint32_t* const rests = tile.rests + head * kPairs;
+  const RestList& list = tile.lists[head / 4];
+  for (int64_t i = 0; i < list.count; ++i)
+    add_pair(values + list.pair[i] * kLatentDim, rests + i * 4, sum);
 #pragma GCC unroll 4
   for (int h = 0; h < kValueHeads; ++h) {
 #pragma GCC unroll 4
@@ -265,8 +327,7 @@ FOVEA_AVX512_BF16 void add_values(const GroupShape& shape, const Tile& tile, int
   for (int64_t d = 0; d < kLatentDim; d += 16 * kValueVectors) {
     for (int64_t head = 0; head < shape.num_heads; head += kValueHeads) {
       prefetcher.step();
-      value_tile(tile.values + d, tile.weights + head * kPairs, num_pairs, first, alpha + head,
-                 out + head * kLatentDim + d);
+      value_tile(tile, head, d, num_pairs, first, alpha + head, out + head * kLatentDim + d);
     }
   }
 }
@@ -304,7 +365,7 @@ void attend_tile(const SparseMlaKernel& kernel, const GroupShape& shape, const K
     kernel.softmax(shape, head, width, tile.num_keys, first, scratch, state);
     head += width;
   }
-  pair_weights(scratch.weights, shape.num_heads, tile.num_keys, buffers.weights);
+  pair_weights(scratch.weights, shape.num_heads, tile.num_keys, state.sum, buffers);
   add_values(shape, buffers, tile.num_keys, first, scratch.alpha, prefetcher, state.out);
   prefetcher.finish();
 }

@@ -179,6 +179,21 @@ testing::AssertionResult SameBits(const Outputs& a, const Outputs& b) {
   return testing::AssertionSuccess();
 }
 
+std::vector<CaseSpec> few_keys_share_the_weight() {
+  std::vector<CaseSpec> specs;
+  for (const int64_t topk : {2, 4, 5, 11}) {
+    for (uint64_t seed = 7; seed < 12; ++seed) {
+      specs.push_back({.rows = 2,
+                       .heads = 20,
+                       .primary = {RowFormat::kBf16, 0, 40, topk},
+                       .invalid_share = 0,
+                       .q_scale = 2,
+                       .seed = seed});
+    }
+  }
+  return specs;
+}
+
 SparseMlaCase::SparseMlaCase(const CaseSpec& spec) : spec_(spec) {
   Rng rng(spec.seed);
   q = StridedTensor(spec.q_code_scale > 0 ? DType::kU8 : DType::kBf16,

@@ -92,6 +92,10 @@ struct CaseSpec {
   uint64_t seed = 1;
 };
 
+/// Two to eleven keys with similar weights and values that cancel: what rounds a weight to bf16
+/// misses the limits.
+std::vector<CaseSpec> few_keys_share_the_weight();
+
 /// What one run wrote.
 struct Outputs {
   std::vector<double> out, lse, max_logits;

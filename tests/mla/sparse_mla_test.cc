@@ -64,6 +64,10 @@ TEST_P(SparseMlaTest, FollowsTheFormulaForEveryListWidth) {
   }
 }
 
+TEST_P(SparseMlaTest, FollowsTheFormulaWhereFewKeysShareTheWeight) {
+  for (const CaseSpec& spec : test::few_keys_share_the_weight()) expect_formula(spec);
+}
+
 TEST_P(SparseMlaTest, FollowsTheFormulaForEveryPageSizeAndWidth) {
   for (const int64_t page_size : {1, 2, 53, 61, 64, 69, 576}) {
     const int64_t pages = (200 + page_size - 1) / page_size;
