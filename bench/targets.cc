@@ -54,15 +54,18 @@ Bandwidth matching_bandwidth(const Work& work, const ThroughputLimits& limits, c
   return memory_bandwidth(work.traffic, limits);
 }
 
-}  // namespace
-
-Floor floor_of(const Work& work, const ThroughputLimits& limits, const CpuFacts& cpu, bool cold) {
-  const Bandwidth bandwidth = matching_bandwidth(work, limits, cpu, cold);
+Floor floor_with(const Work& work, const ThroughputLimits& limits, const Bandwidth& bandwidth) {
   const double arithmetic_ms = work.flops / (limits.best_gflops() * 1e6);
   const double memory_ms = work.bytes() / (bandwidth.gb_per_s * 1e6);
   if (memory_ms >= arithmetic_ms) return {memory_ms, bandwidth.name, false};
   const bool bf16 = limits.best_gflops() > limits.fp32_fma_gflops;
   return {arithmetic_ms, bf16 ? "bf16_dot" : "fp32_fma", true};
+}
+
+}  // namespace
+
+Floor floor_of(const Work& work, const ThroughputLimits& limits, const CpuFacts& cpu, bool cold) {
+  return floor_with(work, limits, matching_bandwidth(work, limits, cpu, cold));
 }
 
 double scaled_target_ms(const PublishedTarget& target, const Work& work,
@@ -77,12 +80,16 @@ double scaled_target_ms(const PublishedTarget& target, const Work& work,
     published_ms = *target.avx3_milliseconds;
     published_isa = CpuIsa::kAvx3;
   }
-  // The level of the memory hierarchy is chosen by this machine's caches on both sides.
-  const Floor there =
-      floor_of(work, reference_limits(published_isa, limits.num_threads), cpu, cold);
+  // The level of the memory hierarchy is chosen by this machine's caches on both sides. But a time
+  // below the floor from there was taken with the bytes in the L3, against whose floor it counts.
+  const ThroughputLimits reference = reference_limits(published_isa, limits.num_threads);
+  double there_ms = floor_of(work, reference, cpu, cold).milliseconds;
+  if (published_ms < there_ms)
+    there_ms = floor_with(work, reference, {*reference.l3_read_gb_per_s, "l3_read"}).milliseconds;
   ThroughputLimits here = limits;
   if (here.l3_read_gb_per_s) here.l2_read_gb_per_s = *here.l3_read_gb_per_s;
-  return published_ms * floor_of(work, here, cpu, cold).milliseconds / there.milliseconds;
+  const double ratio = std::max(1.0, published_ms / there_ms);
+  return ratio * floor_of(work, here, cpu, cold).milliseconds;
 }
 
 double general_target_ms(const Work& work, const Floor& floor) {

@@ -47,8 +47,9 @@ struct PublishedTarget {
   std::optional<double> avx2_milliseconds = {};
 };
 
-/// The time asked of this machine: the published time times floor here over floor on the reference
-/// machine.
+/// The time asked of this machine: the floor here times the ratio of the published time to the
+/// floor on the reference machine. The ratio is never below 1: a published time below the floor
+/// there is one of data in the L3, and its ratio that to the floor from the L3.
 double scaled_target_ms(const PublishedTarget& target, const Work& work,
                         const ThroughputLimits& limits, const CpuFacts& cpu, CpuIsa isa, bool cold);
 

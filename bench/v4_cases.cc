@@ -252,10 +252,21 @@ BenchCase swa_decode_case(const V4Shape& shape) {
 }
 
 std::vector<BenchCase> v4_attention_cases() {
+  struct Entry {
+    V4Shape shape;
+    std::optional<PublishedTarget> target = {};
+  };
+  const Entry entries[] = {
+      {{128, 1, RowFormat::kV4, 0}},
+      {{128, 1, RowFormat::kV4, 512}},
+      {{64, 1, RowFormat::kV4, 0}, PublishedTarget{0.026}},
+      {{64, 1, RowFormat::kV4, 512}, PublishedTarget{0.120}},
+      {{64, 64, RowFormat::kV4, 0}, PublishedTarget{1.45}},
+  };
   std::vector<BenchCase> cases;
-  for (const int64_t heads : {128, 64}) {
-    for (const int64_t extra_topk : {0, 512})
-      cases.push_back(v4_attention_case({heads, 1, RowFormat::kV4, extra_topk}));
+  for (const Entry& entry : entries) {
+    cases.push_back(v4_attention_case(entry.shape));
+    cases.back().target = entry.target;
   }
   return cases;
 }

@@ -167,6 +167,47 @@ TEST(BenchTargets, KeepTheRatioToTheFloorOfTheReferenceMachine) {
   EXPECT_NEAR(scaled_target_ms({1.0}, small, limits, cpu, CpuIsa::kAvx2, false), 2.15, 1e-9);
 }
 
+TEST(BenchTargets, ATimeBelowTheFloorOfItsMachineIsOneOfDataInTheL3) {
+  const CpuFacts cpu = cpu_for_tests();
+  const ThroughputLimits limits = limits_for_tests();
+  // 4.3 MB copied take 78 us there at 55 GB/s and 20 us in the L3: 28 us are 1.4 times that.
+  const Work copied{0, 2.15e6, 2.15e6, Traffic::kCopy};
+  EXPECT_NEAR(scaled_target_ms({0.028}, copied, limits, cpu, CpuIsa::kAvx2, false),
+              1.4 * 4.3e6 / 100e6, 1e-9);
+  EXPECT_NEAR(scaled_target_ms({0.028}, copied, limits, cpu, CpuIsa::kAvx2, true),
+              1.4 * 4.3e6 / 25e6, 1e-9);
+  // Arithmetic bounds it in the L3, there and here: 0.0545 ms there, 0.594 ms here.
+  const Work both{59.4e6, 8.4e6, 0, Traffic::kGather656};
+  EXPECT_NEAR(scaled_target_ms({0.109}, both, limits, cpu, CpuIsa::kAvx2, true),
+              2 * std::max(0.594, 8.4 / 12), 1e-3);
+}
+
+TEST(BenchTargets, NoneIsBelowTheFloor) {
+  const CpuFacts cpu = cpu_for_tests();
+  const ThroughputLimits limits = limits_for_tests();
+  for (const Traffic traffic :
+       {Traffic::kStream, Traffic::kCopy, Traffic::kGather1152, Traffic::kGather656}) {
+    for (const double flops : {0.0, 1e6, 1e8, 1e10}) {
+      for (const double bytes : {1e4, 1e6, 1e7, 1e9}) {
+        for (const CpuIsa isa : {CpuIsa::kAvx2, CpuIsa::kAvx3, CpuIsa::kAvx512Bf16}) {
+          for (const bool cold : {false, true}) {
+            const Work work{flops, bytes, bytes / 4, traffic};
+            const double l2_as_l3 = std::max(work.bytes() / 100e6, flops / 100e6);
+            const double floor = std::max(l2_as_l3, floor_of(work, limits, cpu, cold).milliseconds);
+            double last = 0;
+            for (double published = 1e-4; published < 1e4; published *= 10) {
+              const double target = scaled_target_ms({published}, work, limits, cpu, isa, cold);
+              EXPECT_GE(target, floor * (1 - 1e-9)) << flops << " flops, " << bytes << " bytes";
+              last = target;
+            }
+            EXPECT_GT(last, floor);
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(BenchTargets, GeneralOnesAreSharesOfTheFloor) {
   EXPECT_DOUBLE_EQ(general_target_ms({}, {1.0, "fp32_fma", true}), 2.0);
   EXPECT_DOUBLE_EQ(general_target_ms({0, 1, 0, Traffic::kGather656}, {0.6, "gather_656", false}),
