@@ -10,13 +10,6 @@
 namespace fovea::internal {
 namespace {
 
-// Slots of a request.
-constexpr int64_t kSlotsPerRequest = 2;
-
-int64_t max_snapshots(const EngineConfig& config, int64_t page_size) {
-  return config.max_rows / page_size + config.max_requests;
-}
-
 KdaBackendConfig backend_config(const RunSetup& setup, const EngineConfig& config,
                                 int64_t max_rows) {
   KdaBackendConfig result;
@@ -28,15 +21,10 @@ KdaBackendConfig backend_config(const RunSetup& setup, const EngineConfig& confi
   result.max_requests = config.max_requests;
   result.max_rows = max_rows;
   result.rows_per_request = setup.draft_tokens + 1;
-  result.max_snapshots = max_snapshots(config, setup.page_size);
+  result.max_snapshots = StateSlots::max_snapshots(setup, config);
   result.deterministic = setup.deterministic;
   result.implementation = setup.implementation;
   return result;
-}
-
-// Slots of requests, then one per page.
-int64_t num_slots(const RunSetup& setup, const EngineConfig& config) {
-  return kSlotsPerRequest * (setup.max_batch + 1) + config.num_pages + 1;
 }
 
 }  // namespace
@@ -64,8 +52,9 @@ KimiEngine::KimiEngine(const RunSetup& setup, const RunPlan& plan, EngineConfig 
       inputs_(setup.model, setup.workload, setup.num_heads(), setup.seed),
       kda_layers_(num_kda_layers(setup)),
       backend_(backend_config(setup, this->config(), backend_rows()), setup.device),
-      states_(kimi_state_pool(setup, num_slots(setup, this->config())), setup.device),
-      parity_(static_cast<size_t>(setup.max_batch + 1), 0) {
+      states_(kimi_state_pool(setup, StateSlots::of_requests_and_pages(setup, this->config())),
+              setup.device),
+      state_slots_(setup, this->config()) {
   const Device& device = setup.device;
   int64_t mla_layers = 0, kda_layers = 0;
   for (const int64_t layer : setup.layers) {
@@ -102,13 +91,8 @@ KimiEngine::KimiEngine(const RunSetup& setup, const RunPlan& plan, EngineConfig 
                                       a_log_.row<float>(l), dt_bias_.row<float>(l)});
   }
   const int64_t requests = this->config().max_requests;
-  for (StagedTensor* tensor : {&in_slot_, &out_slot_, &accepted_}) {
-    *tensor = {device, DType::kI32, {requests}};
-  }
+  accepted_ = {device, DType::kI32, {requests}};
   has_state_ = {device, DType::kU8, {requests}};
-  for (StagedTensor* tensor : {&snapshot_seq_, &snapshot_pos_, &snapshot_slot_}) {
-    *tensor = {device, DType::kI32, {max_snapshots(this->config(), setup.page_size)}};
-  }
   for (StagedTensor* tensor : {&conv_weight_, &conv_bias_, &a_log_, &dt_bias_}) {
     tensor->upload(0, layers, {});
   }
@@ -127,15 +111,6 @@ int64_t KimiEngine::sample_bytes() const {
 
 void KimiEngine::start_step() { samples_.start_step(); }
 
-int32_t KimiEngine::state_slot(int32_t pool_row, bool next) const {
-  const bool second = (parity_[static_cast<size_t>(pool_row)] != 0) != next;
-  return static_cast<int32_t>(kSlotsPerRequest) * pool_row + (second ? 1 : 0);
-}
-
-int32_t KimiEngine::snapshot_slot(int32_t page) const {
-  return static_cast<int32_t>(kSlotsPerRequest * (setup().max_batch + 1)) + page;
-}
-
 void KimiEngine::make_plans(GroupKind kind, int64_t bucket) {
   const int64_t count = kind == GroupKind::kChain ? num_draft_steps() : 1;
   std::vector<KdaStepPlan> made;
@@ -152,9 +127,10 @@ void KimiEngine::file_wrong_snapshot(const StepGroup& group) {
   const std::vector<int32_t>& pages = group.scheduler->state(fault().request).pages;
   const auto page = static_cast<size_t>(fault().page);
   if (page == 0) {
-    states_.clear(snapshot_slot(pages[page]), stream());
+    states_.clear(state_slots_.of_page(pages[page]), stream());
   } else {
-    states_.copy(snapshot_slot(pages[page - 1]), snapshot_slot(pages[page]), stream());
+    states_.copy(state_slots_.of_page(pages[page - 1]), state_slots_.of_page(pages[page]),
+                 stream());
   }
 }
 
@@ -164,86 +140,45 @@ bool KimiEngine::decodes_in_place(const StepGroup& group) const {
          group.forward.front().mode == ForwardMode::kDecode;
 }
 
-// Where the states of the group's requests are. Padded requests have none.
 void KimiEngine::fill_slots(const StepGroup& group) {
-  auto* const in = static_cast<int32_t*>(in_slot_.host(1).data);
-  auto* const out = static_cast<int32_t*>(out_slot_.host(1).data);
   auto* const has = static_cast<uint8_t*>(has_state_.host(1).data);
   auto* const accepted = static_cast<int32_t*>(accepted_.host(1).data);
   const int64_t requests = group.forward.front().seq_len.shape[0];
-  std::fill_n(in, requests, -1);
-  std::fill_n(out, requests, -1);
   std::fill_n(has, requests, uint8_t{0});
   std::fill_n(accepted, requests, 0);
   int64_t r = 0;
-  for (const StepEntry& entry : group.step->entries) {
-    has[r] = entry.begin > 0 ? 1 : 0;
-    in[r] = state_slot(entry.pool_row, false);
-    if (entry.starts && entry.begin > 0) {
-      const auto page = static_cast<size_t>(entry.begin / setup().page_size - 1);
-      in[r] = snapshot_slot(group.scheduler->state(entry.request).pages[page]);
-    }
-    out[r] = state_slot(entry.pool_row, true);
-    // The state before the step stays, so that the step can be run again.
-    if (decodes_in_place(group)) {
-      states_.copy(in[r], out[r], stream());
-      in[r] = out[r];
-    }
-    accepted[r] = static_cast<int32_t>(entry.kept_rows());
-    ++r;
-  }
-  for (StagedTensor* tensor : {&in_slot_, &out_slot_, &has_state_, &accepted_}) {
-    tensor->upload(0, requests, stream());
-  }
-}
-
-// One per page that is complete after the step.
-void KimiEngine::add_snapshots(const StepGroup& group) {
-  num_snapshots_ = 0;
-  auto* const seq = static_cast<int32_t*>(snapshot_seq_.host(1).data);
-  auto* const pos = static_cast<int32_t*>(snapshot_pos_.host(1).data);
-  auto* const to = static_cast<int32_t*>(snapshot_slot_.host(1).data);
-  int32_t r = 0;
-  for (const StepEntry& entry : group.step->entries) {
-    const std::vector<int32_t>& pages = group.scheduler->state(entry.request).pages;
-    for (int64_t page = entry.begin / setup().page_size; page < entry.published_end; ++page) {
-      seq[num_snapshots_] = r;
-      pos[num_snapshots_] = static_cast<int32_t>((page + 1) * setup().page_size - entry.begin);
-      to[num_snapshots_] = snapshot_slot(pages[static_cast<size_t>(page)]);
-      ++num_snapshots_;
-    }
-    ++r;
-  }
-  for (StagedTensor* tensor : {&snapshot_seq_, &snapshot_pos_, &snapshot_slot_}) {
-    tensor->upload(0, num_snapshots_, stream());
-  }
+  const bool in_place = decodes_in_place(group);
+  state_slots_.upload_slots(
+      group, stream(), [&](const StepEntry& entry, int32_t* in, int32_t* out) {
+        has[r] = entry.begin > 0 ? 1 : 0;
+        accepted[r] = static_cast<int32_t>(entry.kept_rows());
+        ++r;
+        *in = state_slots_.before(group, entry);
+        if (*in < 0) *in = state_slots_.current(entry.pool_row);  // no state yet, as `has` says
+        *out = state_slots_.other(entry.pool_row);
+        // The state before the step stays, so that the step can be run again.
+        if (!in_place) return;
+        states_.copy(*in, *out, stream());
+        *in = *out;
+      });
+  for (StagedTensor* tensor : {&has_state_, &accepted_}) tensor->upload(0, requests, stream());
 }
 
 KdaBatch KimiEngine::batch_of(const StepGroup& group, size_t index) const {
-  KdaBatch batch;
-  batch.forward = group.forward[index];
-  if (group.kind == GroupKind::kChain) batch.kv_len_delta = static_cast<int32_t>(index) + 1;
-  // The draft model has no state.
-  if (group.kind == GroupKind::kChain || group.kind == GroupKind::kDraftExtend) return batch;
-  const int64_t requests = batch.forward.seq_len.shape[0];
-  batch.in_slot = in_slot_.on_device(requests);
-  if (!decodes_in_place(group)) batch.out_slot = out_slot_.on_device(requests);
-  batch.has_initial_state = has_state_.on_device(requests);
-  if (num_snapshots_ == 0) return batch;
-  batch.snapshot_seq = snapshot_seq_.on_device(num_snapshots_);
-  batch.snapshot_pos = snapshot_pos_.on_device(num_snapshots_);
-  batch.snapshot_slot = snapshot_slot_.on_device(num_snapshots_);
+  auto batch = state_slots_.batch_of<KdaBatch>(group, index, !decodes_in_place(group));
+  if (StateSlots::are_used_by(group)) {
+    batch.has_initial_state = has_state_.on_device(batch.forward.seq_len.shape[0]);
+  }
   return batch;
 }
 
 // What changes from step to step lies in these arrays, so that a captured step can be replayed.
 void KimiEngine::prepare(const StepGroup& group) {
-  num_snapshots_ = 0;
-  // The draft model has no state.
-  if (group.kind == GroupKind::kChain || group.kind == GroupKind::kDraftExtend) return;
+  state_slots_.forget_snapshots();
+  if (!StateSlots::are_used_by(group)) return;
   if (group.kind == GroupKind::kBatch) {
     file_wrong_snapshot(group);
-    add_snapshots(group);
+    state_slots_.upload_snapshots(group, stream());
   }
   fill_slots(group);
 }
@@ -377,9 +312,7 @@ Digest KimiEngine::read(const LayerCall& call) {
 }
 
 void KimiEngine::commit_step(const StepBatch& batch) {
-  for (const StepEntry& entry : batch.entries) {
-    parity_[static_cast<size_t>(entry.pool_row)] ^= 1;
-  }
+  for (const StepEntry& entry : batch.entries) state_slots_.swap(entry.pool_row);
   samples_.commit_step();
 }
 

@@ -12,6 +12,7 @@
 #include "src/replay/kimi_check.h"
 #include "src/replay/kimi_inputs.h"
 #include "src/replay/staged_tensor.h"
+#include "src/replay/state_slots.h"
 #include "src/replay/step_engine.h"
 #include "src/replay/step_samples.h"
 
@@ -25,9 +26,7 @@ StatePoolConfig kimi_state_pool(const RunSetup& setup, int64_t num_slots);
 
 /// Runs rows through the backend of KDA and full-attention layers.
 ///
-/// A request has two slots in the state pool: one holds its state, a step writes the other, and
-/// commit_step swaps them, so that a step that failed can be run again. Behind the slots of the
-/// requests there is one per page of the token cache: the snapshot behind the page's last token.
+/// Every step goes from one slot of a request to the other, see StateSlots.
 class KimiEngine final : public StepEngine {
  public:
   KimiEngine(const RunSetup& setup, const RunPlan& plan, EngineConfig config);
@@ -54,12 +53,9 @@ class KimiEngine final : public StepEngine {
   int64_t pool_layer(const LayerCall& call) const {
     return pool_layer_[static_cast<size_t>(call.layer_index)];
   }
-  int32_t state_slot(int32_t pool_row, bool next) const;
-  int32_t snapshot_slot(int32_t page) const;
   void file_wrong_snapshot(const StepGroup& group);
   bool decodes_in_place(const StepGroup& group) const;
   void fill_slots(const StepGroup& group);
-  void add_snapshots(const StepGroup& group);
   KdaBatch batch_of(const StepGroup& group, size_t index) const;
   void forward_kda(const LayerCall& call);
   void forward_mla(const LayerCall& call);
@@ -79,14 +75,12 @@ class KimiEngine final : public StepEngine {
   std::map<std::pair<GroupKind, int64_t>, std::vector<KdaStepPlan>> plans_;
   StatePool states_;
   std::optional<KvPool> kv_pool_;
-  std::vector<uint8_t> parity_;  // per pool row: which of its slots is current
+  StateSlots state_slots_;
   StepSamples<KimiSample> samples_;
 
   std::vector<Slot> slots_;
   StagedTensor conv_weight_, conv_bias_, a_log_, dt_bias_;  // per KDA layer
-  StagedTensor in_slot_, out_slot_, has_state_, accepted_;  // per request
-  StagedTensor snapshot_seq_, snapshot_pos_, snapshot_slot_;
-  int64_t num_snapshots_ = 0;
+  StagedTensor has_state_, accepted_;                       // per request
 };
 
 }  // namespace fovea::internal

@@ -11,10 +11,6 @@
 namespace fovea::internal {
 namespace {
 
-int64_t max_snapshots(const EngineConfig& config, int64_t page_size) {
-  return config.max_rows / page_size + config.max_requests;
-}
-
 // Of a ring: a verify may keep none of its rows, because its step may be run again.
 int64_t state_tokens(const RunSetup& setup, int64_t ratio) {
   const int64_t span = ratio == kCsaRatio ? 2 * ratio : ratio;
@@ -62,8 +58,6 @@ V4BackendConfig backend_config(const RunSetup& setup, const EngineConfig& config
   return result;
 }
 
-int64_t request_slots(const RunSetup& setup) { return kV4SlotsPerRequest * (setup.max_batch + 1); }
-
 }  // namespace
 
 int64_t count_layers(const RunSetup& setup, int64_t ratio) {
@@ -80,13 +74,13 @@ V4StateConfigs v4_states(const RunSetup& setup, int64_t csa_slots, int64_t hca_s
 V4Engine::V4Engine(const RunSetup& setup, const RunPlan& plan, EngineConfig config)
     : StepEngine(setup, plan, std::move(config)),
       inputs_(setup.model, setup.workload, setup.num_heads(), setup.seed),
-      states_(v4_states(setup, request_slots(setup) + this->config().num_pages + 1,
-                        request_slots(setup))),
+      states_(v4_states(setup, StateSlots::of_requests_and_pages(setup, this->config()),
+                        StateSlots::of_requests(setup))),
       backend_(backend_config(setup, this->config(), backend_rows()), setup.device),
       window_pool_(
           {RowFormat::kV4, kV4Width, num_layers(), this->config().num_pages + 1, setup.page_size},
           setup.device),
-      parity_(static_cast<size_t>(setup.max_batch + 1), 0) {
+      state_slots_(setup, this->config()) {
   std::map<int64_t, int64_t> count;
   for (const int64_t layer : setup.layers) pool_layer_.push_back(count[inputs_.ratio(layer)]++);
   const Device& device = setup.device;
@@ -108,11 +102,6 @@ V4Engine::V4Engine(const RunSetup& setup, const RunPlan& plan, EngineConfig conf
   }
   make_slots();
   make_weights();
-  const int64_t requests = this->config().max_requests;
-  for (StagedTensor* tensor : {&in_slot_, &out_slot_}) *tensor = {device, DType::kI32, {requests}};
-  for (StagedTensor* tensor : {&snapshot_seq_, &snapshot_pos_, &snapshot_slot_}) {
-    *tensor = {device, DType::kI32, {max_snapshots(this->config(), setup.page_size)}};
-  }
   backend_.set_profile(profile());
   // The stream of the steps is not ordered behind the default one.
   synchronize(device);
@@ -202,15 +191,6 @@ int64_t V4Engine::sample_bytes() const {
   return samples_.count() * (inputs_.num_heads() * (2 * kV4Width + 4) + setup().topk * 4);
 }
 
-int32_t V4Engine::state_slot(int32_t pool_row, bool next) const {
-  const bool second = (parity_[static_cast<size_t>(pool_row)] != 0) != next;
-  return static_cast<int32_t>(kV4SlotsPerRequest) * pool_row + (second ? 1 : 0);
-}
-
-int32_t V4Engine::snapshot_slot(int32_t page) const {
-  return static_cast<int32_t>(request_slots(setup())) + page;
-}
-
 void V4Engine::make_plans(GroupKind kind, int64_t bucket) {
   const int64_t count = kind == GroupKind::kChain ? num_draft_steps() : 1;
   std::vector<V4StepPlan> made;
@@ -241,77 +221,27 @@ void V4Engine::make_window_stale(const StepGroup& group) {
   }
 }
 
-// Where the states of the group's requests are. Padded requests have none.
-void V4Engine::fill_slots(const StepGroup& group) {
-  auto* const in = static_cast<int32_t*>(in_slot_.host(1).data);
-  auto* const out = static_cast<int32_t*>(out_slot_.host(1).data);
-  const int64_t requests = group.forward.front().seq_len.shape[0];
-  std::fill_n(in, requests, -1);
-  std::fill_n(out, requests, -1);
-  int64_t r = 0;
-  for (const StepEntry& entry : group.step->entries) {
-    in[r] = state_slot(entry.pool_row, false);
-    out[r] = state_slot(entry.pool_row, !entry.decode);
-    if (entry.starts) {
-      in[r] = -1;
-      if (entry.begin > 0) {
-        const auto page = static_cast<size_t>(entry.begin / setup().page_size - 1);
-        in[r] = snapshot_slot(group.scheduler->state(entry.request).pages[page]);
-      }
-    }
-    ++r;
-  }
-  for (StagedTensor* tensor : {&in_slot_, &out_slot_}) tensor->upload(0, requests, stream());
-}
-
-// One per page that is complete after the step.
-void V4Engine::add_snapshots(const StepGroup& group) {
-  auto* const seq = static_cast<int32_t*>(snapshot_seq_.host(1).data);
-  auto* const pos = static_cast<int32_t*>(snapshot_pos_.host(1).data);
-  auto* const to = static_cast<int32_t*>(snapshot_slot_.host(1).data);
-  int32_t r = 0;
-  for (const StepEntry& entry : group.step->entries) {
-    const std::vector<int32_t>& pages = group.scheduler->state(entry.request).pages;
-    for (int64_t page = entry.begin / setup().page_size; page < entry.published_end; ++page) {
-      seq[num_snapshots_] = r;
-      pos[num_snapshots_] = static_cast<int32_t>((page + 1) * setup().page_size - entry.begin);
-      to[num_snapshots_] = snapshot_slot(pages[static_cast<size_t>(page)]);
-      ++num_snapshots_;
-    }
-    ++r;
-  }
-  for (StagedTensor* tensor : {&snapshot_seq_, &snapshot_pos_, &snapshot_slot_}) {
-    tensor->upload(0, num_snapshots_, stream());
-  }
-}
-
+// Decode rows work in place.
 V4Batch V4Engine::batch_of(const StepGroup& group, size_t index) const {
-  V4Batch batch;
-  batch.forward = group.forward[index];
-  if (group.kind == GroupKind::kChain) batch.kv_len_delta = static_cast<int32_t>(index) + 1;
-  // The draft model has no state.
-  if (group.kind == GroupKind::kChain || group.kind == GroupKind::kDraftExtend) return batch;
-  const int64_t requests = batch.forward.seq_len.shape[0];
-  batch.in_slot = in_slot_.on_device(requests);
-  // Decode rows work in place.
-  const bool moves = group.kind == GroupKind::kBatch && batch.forward.mode != ForwardMode::kDecode;
-  if (moves) batch.out_slot = out_slot_.on_device(requests);
-  if (num_snapshots_ == 0) return batch;
-  batch.snapshot_seq = snapshot_seq_.on_device(num_snapshots_);
-  batch.snapshot_pos = snapshot_pos_.on_device(num_snapshots_);
-  batch.snapshot_slot = snapshot_slot_.on_device(num_snapshots_);
-  return batch;
+  const bool moves =
+      group.kind == GroupKind::kBatch && group.forward[index].mode != ForwardMode::kDecode;
+  return state_slots_.batch_of<V4Batch>(group, index, moves);
 }
 
 // What changes from step to step lies in these arrays, so that a captured step can be replayed.
 void V4Engine::prepare(const StepGroup& group) {
-  num_snapshots_ = 0;
-  if (group.kind == GroupKind::kChain || group.kind == GroupKind::kDraftExtend) return;
+  state_slots_.forget_snapshots();
+  if (!StateSlots::are_used_by(group)) return;
   if (group.kind == GroupKind::kBatch) {
     make_window_stale(group);
-    add_snapshots(group);
+    state_slots_.upload_snapshots(group, stream());
   }
-  fill_slots(group);
+  state_slots_.upload_slots(group, stream(),
+                            [&](const StepEntry& entry, int32_t* in, int32_t* out) {
+                              *in = state_slots_.before(group, entry);
+                              *out = entry.decode ? state_slots_.current(entry.pool_row)
+                                                  : state_slots_.other(entry.pool_row);
+                            });
 }
 
 void V4Engine::begin(const StepGroup& group) {
@@ -479,7 +409,7 @@ Digest V4Engine::read(const LayerCall& call) {
 
 void V4Engine::commit_step(const StepBatch& batch) {
   for (const StepEntry& entry : batch.entries) {
-    if (!entry.decode) parity_[static_cast<size_t>(entry.pool_row)] ^= 1;
+    if (!entry.decode) state_slots_.swap(entry.pool_row);
   }
   samples_.commit_step();
 }

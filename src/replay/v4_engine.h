@@ -10,6 +10,7 @@
 #include "fovea/state_pool.h"
 #include "fovea/v4_backend.h"
 #include "src/replay/staged_tensor.h"
+#include "src/replay/state_slots.h"
 #include "src/replay/step_engine.h"
 #include "src/replay/step_samples.h"
 #include "src/replay/v4_check.h"
@@ -19,9 +20,6 @@ namespace fovea::internal {
 
 /// Simulated layers of this ratio.
 int64_t count_layers(const RunSetup& setup, int64_t ratio);
-
-/// Slots of a request in the pools of compressor states.
-inline constexpr int64_t kV4SlotsPerRequest = 2;
 
 /// The states of a run's compressors: rings as long as its drafts ask for. `csa_slots` in the pools
 /// of ratio 4.
@@ -33,10 +31,9 @@ V4StateConfigs v4_states(const RunSetup& setup, int64_t csa_slots, int64_t hca_s
 /// Runs rows through the backend of DeepSeek-V4.
 ///
 /// A page of tokens is a page of every pool: window rows, entries and index keys live as long as
-/// the prefix. A request has two slots for its compressors' states: a prefill goes from one to the
-/// other, so that it can be run again, a decode or verify works in place. Behind the slots of the
-/// requests the states of ratio 4 have one per page, the snapshot behind the page's last token;
-/// those of ratio 128 need none, because a page ends a group.
+/// the prefix. Compressors' states: a prefill goes from one slot of a request to the other, a
+/// decode or verify works in place (StateSlots). Those of ratio 128 have no snapshots, because a
+/// page ends a group.
 class V4Engine final : public StepEngine {
  public:
   V4Engine(const RunSetup& setup, const RunPlan& plan, EngineConfig config);
@@ -63,11 +60,7 @@ class V4Engine final : public StepEngine {
   }
   void make_slots();
   void make_weights();
-  int32_t state_slot(int32_t pool_row, bool next) const;
-  int32_t snapshot_slot(int32_t page) const;
   void make_window_stale(const StepGroup& group);
-  void fill_slots(const StepGroup& group);
-  void add_snapshots(const StepGroup& group);
   V4Batch batch_of(const StepGroup& group, size_t index) const;
   V4ForwardTensors tensors(const LayerCall& call);
 
@@ -85,16 +78,13 @@ class V4Engine final : public StepEngine {
   KvPool window_pool_;
   std::optional<KvPool> csa_pool_, index_pool_, hca_pool_;
   std::optional<StatePool> csa_states_, index_states_, hca_states_;
-  std::vector<uint8_t> parity_;  // per pool row: which of its slots is current
+  StateSlots state_slots_;
   StepSamples<V4Sample> samples_;
 
   std::vector<Slot> slots_;
   // Weights: of each simulated layer, or of those of a ratio.
   StagedTensor sink_, csa_ape_, csa_norm_, index_ape_, index_norm_, hca_ape_, hca_norm_;
   StagedTensor swa_cos_sin_, entry_cos_sin_;
-  StagedTensor in_slot_, out_slot_;  // per request
-  StagedTensor snapshot_seq_, snapshot_pos_, snapshot_slot_;
-  int64_t num_snapshots_ = 0;
 };
 
 }  // namespace fovea::internal

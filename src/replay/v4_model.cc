@@ -29,12 +29,12 @@ class V4Family final : public ModelFamily {
       cost.bytes_per_page += count * (page_bytes(RowFormat::kV4, rows, kV4Width) +
                                       page_bytes(RowFormat::kI132, rows, kV4IndexDim)) +
                              slot;
-      cost.bytes_per_request += kV4SlotsPerRequest * slot;
+      cost.bytes_per_request += StateSlots::kPerRequest * slot;
     }
     if (const int64_t count = count_layers(setup, kHcaRatio); count > 0) {
       cost.bytes_per_page +=
           count * page_bytes(RowFormat::kV4, setup.page_size / kHcaRatio, kV4Width);
-      cost.bytes_per_request += kV4SlotsPerRequest * StatePool::slot_bytes(states.hca);
+      cost.bytes_per_request += StateSlots::kPerRequest * StatePool::slot_bytes(states.hca);
     }
     return cost;
   }
