@@ -91,6 +91,9 @@ def kda_prefill(
         v_columns: 16, 32, 64 or 128: columns of V that one chain of a GPU takes; changes no bit. None: free.
         commit: "direct" or "staged" (whatever fails, the pool stays bit-identical).
         check: judge slots, snapshots and offsets before anything is written.
+        out: as a dictionary it may hold ``chunk_states`` [E, HV, V, K], of the type and layout of ``state``: the state
+            before every chunk (of 64 rows without ``chunk``), sequences one after another; further entries are not
+            written.
 
     Returns:
         out bf16 [T, HV, V]. Rows of no sequence are not written.

@@ -170,6 +170,13 @@ void run_kda_prefill(NamedCall& call) {
   }
   const KdaPrefill plan = call.plan<KdaPrefill>(problem);
   tensors.out = call.out("out", "bf16 [T, HV, V]");
+  // How many entries there are is the caller's to say: it follows from the offsets.
+  if (call.is_given("chunk_states")) {
+    const bool vk = problem.state_layout == StateLayout::kVk;
+    const std::string dtype(to_string(problem.layer.state_dtype));
+    tensors.chunk_states =
+        call.out("chunk_states", dtype + (vk ? " [E, HV, V, K]" : " [E, HV, K, V]"));
+  }
   call.run(plan, tensors);
 }
 

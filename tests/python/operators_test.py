@@ -304,6 +304,25 @@ class KdaTest(Case):
         self.assertEqual(chain.chunk_states.shape, (2, 2, 8, 16))
         self.assert_same(chain.chunk_states[0], state[0])
 
+    def test_prefill_gives_the_states_before_its_chunks(self):
+        rng = np.random.default_rng(16)
+        layer = {"gate": "given", "beta_kind": "prob", "chunk": 16}
+        g, beta = -rng.random((40, 1, 16)).astype(np.float32), rng.random((40, 1)).astype(np.float32)
+        q, k, v = bf16(rng, 40, 1, 16), bf16(rng, 40, 1, 16, scale=0.2), bf16(rng, 40, 1, 8)
+        start = rng.standard_normal((1, 1, 8, 16)).astype(np.float32)
+        given = {"chunk_states": np.full((4, 1, 8, 16), 7, np.float32)}
+        out = fovea.kda_prefill(q, k, v, g, beta, i32([0, 40]), **layer, state=start.copy(), out=given)
+        self.assertEqual(out.shape, (40, 1, 8))
+        self.assert_same(given["chunk_states"][0], start[0])
+        self.assertTrue((given["chunk_states"][3] == 7).all())
+        for entry in (1, 2):
+            state, part = start.copy(), slice(0, 16 * entry)
+            fovea.kda_prefill(q[part], k[part], v[part], g[part], beta[part], i32([0, 16 * entry]), **layer, state=state)
+            self.assert_close(given["chunk_states"][entry], state[0], 1e-6)
+        wrong = {"chunk_states": np.zeros((3, 1, 16, 8), np.float32)}
+        with self.assertRaisesRegex(fovea.InvalidArgument, "kda_prefill: chunk_states"):
+            fovea.kda_prefill(q, k, v, g, beta, i32([0, 40]), **layer, state=start.copy(), out=wrong)
+
     def test_a_draft_is_verified_and_committed(self):
         rng = np.random.default_rng(15)
         layer = {"gate": "given", "beta_kind": "prob"}
