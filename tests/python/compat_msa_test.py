@@ -1,17 +1,12 @@
-"""fovea.compat for block-sparse attention: the API itself, and an engine's module over it, unchanged.
+"""fovea.compat for block-sparse attention: the API itself, and an engine's module over it, unchanged (peers.py)."""
 
-FOVEA_PEER_SOURCES names a folder with the engine's file (004_*.txt: its path on the first line, then the source).
-"""
-
-import os
-import pathlib
-import sys
 import unittest
 
 import numpy as np
 
 import fovea
 import fovea.compat
+import peers
 from support import Case, attend
 
 try:
@@ -20,8 +15,6 @@ except ImportError:
     torch = None
 
 PAGE, HEADS, KV_HEADS, DIM, TOPK, TABLE_ROWS, WIDTH = 16, 8, 2, 32, 4, 9, 256
-SOURCES = os.environ.get("FOVEA_PEER_SOURCES", "")
-FILES = sorted(pathlib.Path(SOURCES).glob("004_*.txt")) if SOURCES else []
 
 
 class Server:
@@ -66,18 +59,6 @@ class FmhaTest(Case):
     def plan(self, rows, tokens, **settings):
         settings = {"num_kv_heads": KV_HEADS, "page_size": PAGE, "kv_block_num": TOPK, **settings}
         return fovea.compat.fmha_sm100_plan(rows, tokens, HEADS, **settings)
-
-    def test_install_and_uninstall(self):
-        before = sys.modules.get("fmha_sm100")
-        self.assertIn("fmha_sm100", fovea.compat.install())
-        try:
-            from fmha_sm100 import fmha_sm100, fmha_sm100_plan
-
-            self.assertIs(fmha_sm100, fovea.compat.fmha_sm100)
-            self.assertIs(fmha_sm100_plan, fovea.compat.fmha_sm100_plan)
-        finally:
-            fovea.compat.uninstall()
-        self.assertIs(sys.modules.get("fmha_sm100"), before)
 
     def test_a_plan_holds_lengths_as_tensors(self):
         plan = self.plan(torch.tensor([1, 1]), torch.tensor([33, 16]), causal=False, qo_offset=torch.tensor([32, 15]))
@@ -125,14 +106,12 @@ class FmhaTest(Case):
 
 
 @unittest.skipIf(torch is None, "torch is not installed")
-@unittest.skipUnless(FILES, "FOVEA_PEER_SOURCES names no folder with 004_*.txt")
+@peers.needs("004")
 class EngineTest(Case):
     def setUp(self):
         fovea.compat.install()
         self.addCleanup(fovea.compat.uninstall)
-        source = FILES[0].read_text().split("\n", 1)[1]
-        self.engine = {"__name__": "engine_msa"}
-        exec(compile(source, str(FILES[0]), "exec"), self.engine)
+        self.engine = peers.execute("004")
         self.server = Server(3)
 
     def test_prefill_with_and_without_prefixes(self):

@@ -6,14 +6,9 @@ from typing import Any, Optional
 
 from .._errors import InvalidArgument
 from ..msa import msa_attend
+from ._common import starts, torch_module, unpacked_lists
 
 Tensor = Any
-
-
-def _torch() -> Any:
-    import torch
-
-    return torch
 
 
 class _Plan(tuple):
@@ -26,11 +21,6 @@ def _place(torch: Any, device: Any, tensors: list[Tensor]) -> Any:
     if device is not None:
         return torch.device(device)
     return next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
-
-
-def _starts(torch: Any, lengths: Tensor) -> Tensor:
-    zero = torch.zeros(1, dtype=torch.int32, device=lengths.device)
-    return torch.cat([zero, lengths.cumsum(0).to(torch.int32)])
 
 
 def fmha_sm100_plan(
@@ -63,7 +53,7 @@ def fmha_sm100_plan(
     Raises:
         InvalidArgument: lengths of different numbers of requests, a setting below 1.
     """
-    torch = _torch()
+    torch = torch_module()
     for name, value in (("num_qo_heads", num_qo_heads), ("num_kv_heads", num_kv_heads), ("page_size", page_size)):
         if value < 1:
             raise InvalidArgument(f"fmha_sm100_plan: {name} = {value}, expected >= 1")
@@ -78,31 +68,15 @@ def fmha_sm100_plan(
     offset = tokens - rows if qo_offset is None else qo_offset.to(where, torch.int32)
     tensors = {
         "qo_segment_lens": rows,
-        "qo_segment_offsets": _starts(torch, rows),
+        "qo_segment_offsets": starts(rows),
         # Copies: they are written later, and the arguments may be anybody's.
         "kv_segment_lens": tokens.clone(),
-        "kv_segment_offsets": _starts(torch, tokens),
-        "kv_page_indptr": _starts(torch, (tokens + (page_size - 1)).div(page_size, rounding_mode="floor")),
+        "kv_segment_offsets": starts(tokens),
+        "kv_page_indptr": starts((tokens + (page_size - 1)).div(page_size, rounding_mode="floor")),
         "qo_offset": offset.clone(),
     }
     settings = {"page_size": int(page_size), "kv_block_num": int(kv_block_num), "causal": bool(causal)}
     return _Plan((int(num_qo_heads), int(num_kv_heads), settings, tensors))
-
-
-def _page_table(torch: Any, kv_indices: Tensor, kv_page_indptr: Tensor) -> Tensor:
-    """Rows of pages from the packed list: i32 [B, most pages of a request], -1 past them.
-
-    How many pages the longest request has is read from the device, as planning a step does.
-    """
-    start, count = kv_page_indptr[:-1].long(), kv_page_indptr.diff().long().clamp_min(0)
-    columns = int(count.max().item()) if count.numel() else 0
-    column = torch.arange(columns, device=start.device)
-    place = start[:, None] + column
-    held = (column < count[:, None]) & (place >= 0) & (place < kv_indices.numel())
-    if kv_indices.numel() == 0:
-        return torch.full(held.shape, -1, dtype=torch.int32, device=start.device)
-    pages = kv_indices.to(torch.int32)[place.clamp(0, kv_indices.numel() - 1)]
-    return torch.where(held, pages, torch.full_like(pages, -1))
 
 
 def fmha_sm100(
@@ -133,7 +107,6 @@ def fmha_sm100(
     Raises:
         InvalidArgument: tensors that do not fit the plan.
     """
-    torch = _torch()
     num_qo_heads, num_kv_heads, settings, tensors = plan
     expected = {"q": (q, 1, num_qo_heads), "k": (k, 1, num_kv_heads), "kv_block_indexes": (kv_block_indexes, 1, num_kv_heads)}
     for name, (tensor, axis, extent) in expected.items():
@@ -144,7 +117,7 @@ def fmha_sm100(
         q,
         k,
         v,
-        _page_table(torch, kv_indices, lengths["kv_page_indptr"]),
+        unpacked_lists(kv_indices, lengths["kv_page_indptr"]),
         lengths["kv_segment_lens"],
         lengths["qo_segment_offsets"],
         kv_block_indexes,
