@@ -22,11 +22,13 @@ Errors: :class:`Error`; wrong arguments :class:`InvalidArgument` (also a ValueEr
 from __future__ import annotations
 
 from . import _native
+from ._backend import OperatorCall, StepPlan
 from ._errors import DeviceError, Error, InternalError, InvalidArgument, OutOfMemory, Unsupported
 from ._info import available, get_num_threads, implementations, operators, set_num_threads
 from .batch import context_split, metadata_check, metadata_refresh, paged_schedule, split_schedule
 from .cache import move_rows, pack_rows, unpack_rows
 from .compress import v4_compress
+from .dsa_backend import ContextSplit, DraftStep, DsaBackend
 from .index import (
     QuantizedIndex,
     index_gather,
@@ -51,6 +53,7 @@ from .kda import (
     kda_stage_output,
     kda_verify,
 )
+from .kda_backend import KdaBackend
 from .mla import (
     build_swa_indices,
     concat_absorbed_q,
@@ -62,20 +65,34 @@ from .mla import (
     swa_decode,
 )
 from .msa import build_page_table, msa_attend, msa_block_scores, msa_score_select, msa_select_blocks
+from .msa_backend import MsaBackend
+from .pools import KvPool, StatePool, TensorView
+from .v4_backend import V4Backend
 
 __version__: str = _native.version()
 
 __all__ = [
+    "ContextSplit",
     "DeviceError",
+    "DraftStep",
+    "DsaBackend",
     "Error",
     "InternalError",
     "InvalidArgument",
+    "KdaBackend",
+    "KvPool",
+    "MsaBackend",
+    "OperatorCall",
     "OutOfMemory",
     "QuantizedIndex",
     "StageGate",
     "StageInter",
     "StageIntra",
+    "StatePool",
+    "StepPlan",
+    "TensorView",
     "Unsupported",
+    "V4Backend",
     "__version__",
     "available",
     "build_page_table",

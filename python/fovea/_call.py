@@ -16,8 +16,8 @@ Out = Union[Tensor, Sequence[Optional[Tensor]], Mapping[str, Tensor], None]
 """Where results go: the tensor, a sequence in the order of the results (None: a new one), or a mapping by name."""
 
 
-def _given(op: str, results: Sequence[str], out: Out) -> dict[str, Tensor]:
-    """`results` is empty where only a mapping says which result is meant."""
+def outputs(op: str, results: Sequence[str], out: Out) -> dict[str, Tensor]:
+    """Where results go, by name. `results` is empty where only a mapping says which result is meant."""
     if out is None:
         return {}
     if isinstance(out, Mapping):
@@ -33,33 +33,39 @@ def _given(op: str, results: Sequence[str], out: Out) -> dict[str, Tensor]:
     return {results[0]: out}
 
 
+# Arguments that are neither tensors nor parameters of an operator.
+_OTHERS = {"impl", "out", "stream", "return", "plan", "device", "host_seq_len", "host_ext_len", "context_split"}
+
+
 @functools.cache
-def _declaration(function: Callable[..., Any]) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    """What a function's signature declares: the operator, which is its name, its tensors and its parameters."""
+def declaration(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The tensors and the parameters that a function's signature declares."""
     tensors, params = [], []
     for name, annotation in function.__annotations__.items():
-        if name not in ("impl", "out", "stream", "return") and not name.startswith("return_"):
+        if name not in _OTHERS and not name.startswith("return_"):
             (tensors if "Tensor" in annotation else params).append(name)
-    return function.__name__, tuple(tensors), tuple(params)
+    return tuple(tensors), tuple(params)
+
+
+def keywords(
+    function: Callable[..., Any], arguments: Mapping[str, Any]
+) -> tuple[dict[str, Optional[Tensor]], dict[str, Any]]:
+    """The tensors and the parameters among the `arguments` of a function, which are its locals()."""
+    tensors, params = declaration(function)
+    return {name: arguments[name] for name in tensors}, {name: arguments[name] for name in params}
 
 
 def call(
     function: Callable[..., Any], arguments: Mapping[str, Any], results: Sequence[str] = (), unwanted: Sequence[str] = ()
 ) -> Any:
-    """Runs the operator that `function` declares on its `arguments`, which are its locals().
+    """Runs the operator of `function`'s name on the function's `arguments`, which are its locals().
 
     The result, or the results as a tuple in the order of `results`; without `results` all of them by name.
     """
-    op, tensors, params = _declaration(function)
-    found, notes, _ = _native.call(
-        op,
-        {name: arguments[name] for name in tensors},
-        {name: arguments[name] for name in params},
-        _given(op, results, arguments.get("out")),
-        unwanted,
-        arguments.get("impl"),
-        arguments.get("stream"),
-    )
+    op = function.__name__
+    tensors, params = keywords(function, arguments)
+    out = outputs(op, results, arguments.get("out"))
+    found, notes, _ = _native.call(op, tensors, params, out, unwanted, arguments.get("impl"), arguments.get("stream"))
     for note in notes:
         warnings.warn(note, stacklevel=3)
     if not results:

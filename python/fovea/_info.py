@@ -30,15 +30,27 @@ def implementations(op: str) -> list[Implementation]:
     return [Implementation(*entry) for entry in _native.implementations(op)]
 
 
-def available(op: str, device: Any = "cpu") -> tuple[bool, str]:
-    """Whether the operator ``op`` can run on ``device`` ("cpu", "cuda", "cuda:1", a torch.device), and if not, why.
+# The operators that a serving backend runs.
+_BACKENDS = {
+    "DsaBackend": ("metadata_refresh", "index_quantize", "pack_rows", "index_store", "index_select", "sparse_mla"),
+    "KdaBackend": ("metadata_refresh", "causal_conv1d", "kda_prefill", "kda_verify", "kda_commit", "pack_rows", "dense_mla"),
+    "MsaBackend": ("metadata_refresh", "pack_rows", "msa_score_select", "msa_attend"),
+    "V4Backend": ("metadata_refresh", "build_swa_indices", "pack_rows", "v4_compress", "index_select", "sparse_mla"),
+}
 
-    Never raises.
+
+def available(op: str, device: Any = "cpu") -> tuple[bool, str]:
+    """Whether ``op``, an operator or a backend ("DsaBackend"), can run on ``device``, and if not, why.
+
+    ``device`` is "cpu", "cuda", "cuda:1" or a torch.device. Never raises.
     """
     try:
         name, where = str(op), str(device)
+        if name in _BACKENDS:
+            missing = [reason for answer, reason in (available(part, where) for part in _BACKENDS[name]) if not answer]
+            return not missing, missing[0] if missing else ""
         if name not in _native.callable_operators():
-            return False, f"there is no operator '{name}'"
+            return False, f"there is no operator or backend '{name}'"
         _native.check_device(where)
         kind = where.split(":")[0]
         entries = implementations(name)

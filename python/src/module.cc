@@ -15,7 +15,10 @@
 #include "fovea/error.h"
 #include "fovea/implementation.h"
 #include "fovea/version.h"
+#include "python/src/exported_tensor.h"
+#include "python/src/params.h"
 #include "python/src/python_call_tensors.h"
+#include "python/src/serving.h"
 
 namespace nb = nanobind;
 
@@ -24,50 +27,6 @@ namespace {
 
 // Threads of calls on the CPU; 0: every hardware thread.
 std::atomic<int> num_threads{0};
-
-[[noreturn]] void refuse_param(const std::string& label, nb::handle value) {
-  throw Error(ErrorCode::kInvalidArgument, label + " is of type " + Py_TYPE(value.ptr())->tp_name +
-                                               ", expected a number, a flag or a word");
-}
-
-// A flag, an integer, a number or a word; numpy's scalars count as numbers.
-Json to_json(const std::string& label, nb::handle value) {
-  PyObject* object = value.ptr();
-  if (PyBool_Check(object)) return Json(object == Py_True);
-  if (PyUnicode_Check(object)) return Json(nb::cast<std::string>(value));
-  if (PyIndex_Check(object) != 0) {
-    const nb::object integer = nb::steal(PyNumber_Index(object));
-    if (!integer.is_valid()) {
-      PyErr_Clear();
-      refuse_param(label, value);
-    }
-    int overflow = 0;
-    const long long number = PyLong_AsLongLongAndOverflow(integer.ptr(), &overflow);
-    if (overflow != 0) {
-      throw Error(ErrorCode::kInvalidArgument, label + " is beyond 64 bits");
-    }
-    return Json(static_cast<int64_t>(number));
-  }
-  const double number = PyFloat_AsDouble(object);
-  if (number == -1.0 && PyErr_Occurred() != nullptr) {
-    PyErr_Clear();
-    refuse_param(label, value);
-  }
-  if (!(number - number == 0)) {
-    throw Error(ErrorCode::kInvalidArgument, label + " is not finite");
-  }
-  return Json(number);
-}
-
-Json to_params(const std::string& op, const nb::dict& params) {
-  Json result = Json::object();
-  for (const auto& [key, value] : params) {
-    if (value.is_none()) continue;
-    const auto name = nb::cast<std::string>(key);
-    result.set(name, to_json(op + ": " + name, value));
-  }
-  return result;
-}
 
 // What call() returns: results by name, what was not used, the implementation.
 nb::tuple call(const std::string& op, nb::dict tensors, nb::dict params, nb::dict out,
@@ -93,6 +52,12 @@ nb::list implementations(const std::string& op) {
   }
   return result;
 }
+
+}  // namespace
+
+Device device_of(const std::string& name) { return parse_device(name, num_threads); }
+
+namespace {
 
 void set_num_threads(int threads) {
   Device::cpu(threads);  // refuses a negative number
@@ -162,4 +127,10 @@ NB_MODULE(_native, module) {
              "Threads of calls on the CPU; 0: every hardware thread.");
   module.def(
       "num_threads", [] { return num_threads.load(); }, "What set_num_threads() was given.");
+  bind_exported_tensor(module);
+  bind_pools(module);
+  bind_dsa_backend(module);
+  bind_kda_backend(module);
+  bind_msa_backend(module);
+  bind_v4_backend(module);
 }

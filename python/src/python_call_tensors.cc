@@ -102,6 +102,15 @@ Device PythonCallTensors::device(int num_threads) const {
   }
 }
 
+void PythonCallTensors::require_device(const Device& expected) const {
+  const bool is_there = expected.kind == device_kind_ &&
+                        (device_kind_ == DeviceKind::kCpu || expected.ordinal == ordinal_);
+  if (is_there || placed_by_.empty()) return;
+  throw Error(ErrorCode::kInvalidArgument, label(placed_by_) + " is on " +
+                                               device_name(device_kind_, ordinal_) + ", expected " +
+                                               to_string(expected));
+}
+
 std::vector<std::string> PythonCallTensors::names() const {
   std::vector<std::string> names;
   for (const auto& [name, tensor] : inputs_) names.push_back(name);
@@ -127,6 +136,18 @@ std::vector<std::string> PythonCallTensors::given_outputs() const {
   std::vector<std::string> names;
   for (const auto& [name, tensor] : given_) names.push_back(name);
   return names;
+}
+
+void PythonCallTensors::expect_outputs(std::initializer_list<std::string_view> names) const {
+  for (const auto& [name, tensor] : given_) {
+    if (std::find(names.begin(), names.end(), name) != names.end()) continue;
+    std::string known;
+    for (const std::string_view entry : names) {
+      known += (known.empty() ? "" : ", ") + std::string(entry);
+    }
+    throw Error(ErrorCode::kInvalidArgument,
+                op_ + ": unknown output '" + name + "'; it has: " + known);
+  }
 }
 
 TensorView PythonCallTensors::given_output(const std::string& name) const {

@@ -3,8 +3,10 @@
 #include <nanobind/nanobind.h>
 
 #include <functional>
+#include <initializer_list>
 #include <map>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "fovea/call_operator.h"
@@ -24,6 +26,9 @@ class PythonCallTensors final : public CallTensors {
   /// Where the tensors are. Throws Error(kUnsupported) for a GPU that this build cannot use.
   Device device(int num_threads) const;
 
+  /// Refuses tensors that are not on `device`.
+  void require_device(const Device& device) const;
+
   std::vector<std::string> names() const override;
   ConstTensorView find(const std::string& name) const override;
   ConstTensorView input(const std::string& name) override { return find(name); }
@@ -39,6 +44,21 @@ class PythonCallTensors final : public CallTensors {
     return output(name, dtype, shape);
   }
   TensorView update(const std::string& name) override;
+  /// The same where it may be absent.
+  TensorView update_if_given(const std::string& name) {
+    return inputs_.contains(name) ? update(name) : TensorView{};
+  }
+  /// Refuses results of other names.
+  void expect_outputs(std::initializer_list<std::string_view> names) const;
+  /// The caller's tensor for a result, or a new one.
+  TensorView result(const std::string& name, DType dtype, const std::vector<int64_t>& shape) {
+    return given_.contains(name) ? given_output(name) : output(name, dtype, shape);
+  }
+  /// The same for a result that may be left out: absent when the caller does not want it.
+  TensorView result_if_wanted(const std::string& name, DType dtype,
+                              const std::vector<int64_t>& shape) {
+    return given_.contains(name) || wants(name) ? result(name, dtype, shape) : TensorView{};
+  }
   /// Releases the GIL for the workspace and the work.
   void run(size_t workspace_bytes, const std::function<void(Workspace, Stream)>& work) override;
 

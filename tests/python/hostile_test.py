@@ -8,8 +8,9 @@ import warnings
 
 import numpy as np
 
+import backends_test
 import fovea
-from calls import legal_calls
+from calls import i32, legal_calls
 from support import BF16, Case, Elsewhere
 
 TYPES = [np.float32, np.float64, np.float16, np.int32, np.int64, np.uint8, np.int8, np.uint16, np.bool_, BF16]
@@ -110,6 +111,81 @@ class HostileTest(Case):
         self.assertGreater(outcomes["refused"], 3000, outcomes)
 
 
+def backend_calls():
+    """Class -> a configured case of its tests, the arguments of a constructor, of begin_step and of a forward."""
+    calls = {}
+    for name, kind in (("DsaBackend", "DsaTest"), ("KdaBackend", "KdaTest"), ("MsaBackend", "MsaTest"), ("V4Backend", "V4Test")):
+        case = getattr(backends_test, kind)()
+        case.setUp()
+        step, rows = case.batch.step("decode", [5, 6], [1, 1]), case.rows(2)
+        config = {"num_heads": 2, "max_requests": 2, "max_rows": 16, "table_width": 16, "page_size": 4}
+        if name == "DsaBackend":
+            call = {**rows, **case.layer, "kv_pool": case.kv_pool.numpy(), "index_pool": case.index_pool.numpy(),
+                    "softmax_scale": 0.1, "logit_cap": 0.0, "save_kv": True}  # fmt: skip
+            forward = case.backend.forward
+        elif name == "KdaBackend":
+            step["in_slot"], step["out_slot"] = i32([0, 1]), i32([2, 3])
+            config["num_value_heads"] = 2
+            call = {**rows, **case.weights, "state": case.pool.state(0).numpy(), "window": case.pool.window(0).numpy(),
+                    "layer": 1}  # fmt: skip
+            forward = case.backend.forward_kda
+        elif name == "MsaBackend":
+            config.update(num_kv_heads=2, block_size=4)
+            call, forward = {**rows, **case.pools}, case.backend.forward
+        else:
+            step["in_slot"] = i32([0, 1])
+            config.update(hca=False, window_storage="token_pages")
+            pools = {key: np.asarray(pool) for key, pool in case.pools.items()}
+            call = {**rows, **case.weights, **pools, "window_pool": case.window_pool.layer().numpy(), "ratio": 4}
+            forward = case.backend.forward
+        calls[name] = {"config": config, "begin_step": step, "forward": call}, getattr(fovea, name), case.backend.begin_step, forward
+    return calls
+
+
+class BackendHostileTest(Case):
+    """Wrong configurations, batches and tensors of a layer: named errors; the backend serves the next step."""
+
+    def attempt(self, call, arguments):
+        try:
+            call(**arguments)
+            return "done"
+        except fovea.Error as error:
+            self.assertIsInstance(error, (fovea.InvalidArgument, fovea.Unsupported, fovea.OutOfMemory), error)
+            self.assertIn(": ", str(error))
+            return "refused"
+        except (TypeError, MemoryError):
+            return "refused by Python"
+
+    def changed(self, rng, arguments):
+        arguments = dict(arguments)
+        for name in rng.choice(list(arguments), rng.integers(1, 3), replace=False):
+            arguments[name] = changed(rng, arguments[name])
+        return arguments
+
+    def run_calls(self, count, seed):
+        rng, outcomes = np.random.default_rng(seed), {"done": 0, "refused": 0, "refused by Python": 0}
+        calls = backend_calls()
+        while sum(outcomes.values()) < count:
+            for legal, build, begin, forward in calls.values():
+                outcomes[self.attempt(build, self.changed(rng, legal["config"]))] += 1
+                outcomes[self.attempt(begin, self.changed(rng, legal["begin_step"]))] += 1
+                self.assertEqual(self.attempt(begin, legal["begin_step"]), "done")
+                outcomes[self.attempt(forward, self.changed(rng, legal["forward"]))] += 1
+                self.assertEqual(self.attempt(forward, legal["forward"]), "done")
+        return outcomes
+
+    def test_wrong_steps(self):
+        outcomes = self.run_calls(600, seed=2)
+        self.assertGreater(outcomes["done"], 30, outcomes)
+        self.assertGreater(outcomes["refused"], 200, outcomes)
+
+
+class FullBackendHostileTest(BackendHostileTest):
+    def test_wrong_steps(self):
+        outcomes = self.run_calls(10000, seed=3)
+        self.assertGreater(outcomes["refused"], 3000, outcomes)
+
+
 class Heap(ctypes.Structure):
     """mallinfo2 of glibc."""
 
@@ -147,6 +223,24 @@ class FullMemoryTest(Case):
                 count -= len(legal) + len(wrong)
             gc.collect()
 
+        steps = backend_calls()
+
+        def backend_steps(count):
+            for _ in range(count):
+                for legal, _, begin, forward in steps.values():
+                    begin(**legal["begin_step"])
+                    forward(**legal["forward"])
+                    try:
+                        forward(**{**legal["forward"], "out": (None,) * 5})
+                    except fovea.InvalidArgument:
+                        pass
+            gc.collect()
+
+        backend_steps(50)
+        heap, resident = heap_kib(), resident_kib()
+        backend_steps(1000)
+        self.assertLess(heap_kib() - heap, 64)
+        self.assertLess(resident_kib() - resident, 8192)
         calls(10000)
         heap, resident = heap_kib(), resident_kib()
         calls(100000)

@@ -25,6 +25,93 @@ def table_rows():
     return rows
 
 
+def fields_of(header, struct):
+    """Field -> default, None where there is none, of a struct of a public header."""
+    text = (ROOT / "include/fovea" / header).read_text()
+    body = re.search(rf"struct {struct} {{\n(.*?)\n}};", text, re.DOTALL)[1]
+    lines = [line.split("//")[0] for line in body.splitlines()]
+    fields = {}
+    for statement in " ".join(lines).split(";"):
+        match = re.fullmatch(r"\s*(?:const )?[\w:]+\*? (\w+(?:, \w+)*)(?: = (.*))?\s*", statement)
+        for name in match[1].split(", ") if match else ():
+            fields[name] = match[2] and match[2].strip()
+    return fields
+
+
+def python_value(text):
+    """What a default of C++ is in Python."""
+    word = re.fullmatch(r"\w+::k(\w+)", text)
+    if word:
+        return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", word[1]).lower()
+    if text in ("true", "false"):
+        return text == "true"
+    if text.startswith('"'):
+        return text.strip('"')
+    return eval(re.sub(r"int64_t{(\d+)}", r"\1", text).removesuffix("f"))
+
+
+CONFIGS = {
+    "DsaBackend": ("dsa_backend.h", "DsaConfig"),
+    "KdaBackend": ("kda_backend.h", "KdaBackendConfig"),
+    "MsaBackend": ("msa_backend.h", "MsaBackendConfig"),
+    "V4Backend": ("v4_backend.h", "V4BackendConfig"),
+}
+RESULTS = {"out", "lse", "indices", "blocks", "out_mha"}
+CALL = {"self", "plan", "out", "stream"}
+
+
+class BackendNamesTest(Case):
+    """The classes of backends have the fields of the library's structs, under the same names."""
+
+    def arguments(self, function):
+        return inspect.signature(function).parameters
+
+    def test_configurations(self):
+        for name, where in CONFIGS.items():
+            with self.subTest(name):
+                fields = fields_of(*where)
+                if name == "KdaBackend":
+                    layer = fields_of("kda.h", "KdaLayer")
+                    gate = fields_of("kda.h", "KdaGate")
+                    gate = {"gate": gate["kind"], "lower_bound": gate["lower_bound"], "gate_dtype": gate["dtype"]}
+                    del layer["gate"], fields["layer"]
+                    fields = {**fields, **layer, **gate}
+                arguments = dict(self.arguments(getattr(fovea, name).__init__))
+                self.assertEqual(arguments.pop("device").default, "cpu")
+                self.assertEqual(set(arguments) - {"self"}, set(fields))
+                for field, default in fields.items():
+                    if arguments[field].default is not inspect.Parameter.empty:
+                        expected = "" if default is None else python_value(default)
+                        self.assertAlmostEqual(arguments[field].default, expected, msg=field)
+
+    def test_batches(self):
+        batch = set(fields_of("dsa_backend.h", "ForwardBatch")) | {"host_seq_len", "host_ext_len", "context_split"}
+        others = {"mha_inputs", "context_split", "store_positions"}
+        self.assertEqual(set(self.arguments(fovea.DsaBackend.begin_step)) - CALL, batch)
+        for name, where in CONFIGS.items():
+            if name == "DsaBackend":
+                continue
+            own = set(fields_of(where[0], name.replace("Backend", "Batch"))) - {"forward"}
+            self.assertEqual(set(self.arguments(getattr(fovea, name).begin_step)) - CALL, batch - others | own)
+
+    def test_tensors_of_a_layer(self):
+        compressor = set(fields_of("v4_backend.h", "V4Compressor"))
+        compressors = {f"{kind}_{field}" for kind in ("compressor", "indexer") for field in compressor}
+        layer = set(fields_of("dsa_backend.h", "DsaLayer")) - {"id"} | {"layer"}
+        forwards = {
+            fovea.DsaBackend.forward: set(fields_of("dsa_backend.h", "DsaForwardTensors")) | layer,
+            fovea.KdaBackend.forward_kda: set(fields_of("kda_backend.h", "KdaForwardTensors")) | {"layer"},
+            fovea.KdaBackend.forward_mla: set(fields_of("kda_backend.h", "KdaMlaTensors")),
+            fovea.KdaBackend.commit: set(fields_of("kda_backend.h", "KdaCommitInputs")),
+            fovea.MsaBackend.forward: set(fields_of("msa_backend.h", "MsaForwardTensors")),
+            fovea.V4Backend.forward: set(fields_of("v4_backend.h", "V4ForwardTensors")) - {"compressor", "indexer"}
+            | compressors | {"ratio"},
+        }  # fmt: skip
+        for function, fields in forwards.items():
+            arguments = {name for name in self.arguments(function) if not name.startswith("return_")}
+            self.assertEqual(arguments - CALL, fields - RESULTS, function.__qualname__)
+
+
 class NamesTest(Case):
     def test_arguments_are_those_of_the_operator_table(self):
         rows = table_rows()
@@ -48,20 +135,28 @@ class NamesTest(Case):
                 compared += 1
         self.assertEqual(compared, len(fovea.operators()))
 
+    def documented(self, function, text=""):
+        text += inspect.getdoc(function) or ""
+        self.assertTrue(text)
+        for argument in set(inspect.signature(function).parameters) - COMMON - {"self"}:
+            self.assertRegex(text, rf"\b{argument}\b")
+        for annotation in function.__annotations__.values():
+            self.assertTrue(annotation)
+        self.assertIn("return", function.__annotations__)
+
     def test_every_argument_is_documented(self):
         for name in fovea.__all__:
-            function = getattr(fovea, name)
-            if not inspect.isfunction(function):
-                continue
+            entry = getattr(fovea, name)
             with self.subTest(name):
-                text = inspect.getdoc(function)
-                self.assertTrue(text)
-                if name == "index_select":  # says that its arguments are those of two others
+                # index_select says that its arguments are those of two others.
+                if inspect.isfunction(entry) and name != "index_select":
+                    self.documented(entry)
+                if not inspect.isclass(entry) or entry.__module__ == "fovea._native":
                     continue
-                for argument in set(inspect.signature(function).parameters) - COMMON:
-                    self.assertRegex(text, rf"\b{argument}\b")
-                for annotation in function.__annotations__.values():
-                    self.assertTrue(annotation)
+                self.assertTrue(entry.__doc__)
+                for member, function in vars(entry).items():
+                    if inspect.isfunction(function) and (not member.startswith("_") or member == "__init__"):
+                        self.documented(function)
 
     def test_required_arguments_are_positional_and_others_are_not(self):
         for op in set(fovea.operators()) & set(fovea.__all__):
@@ -72,15 +167,30 @@ class NamesTest(Case):
                 elif argument.name not in ("workers", "parts"):
                     self.assertFalse(positional, (op, argument.name))
 
+    def compare_with_stub(self, nodes, owner, actual):
+        functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
+        self.assertEqual(set(functions), actual, owner)
+        for name, node in functions.items():
+            member = inspect.getattr_static(owner, name)
+            if "property" in type(member).__name__:
+                self.assertIn("property", [decorator.id for decorator in node.decorator_list], name)
+                continue
+            signature = getattr(owner, name).__doc__.splitlines()[0]
+            names = [argument.arg for argument in node.args.args + node.args.kwonlyargs if argument.arg != "self"]
+            self.assertEqual(re.findall(r"(\w+): ", signature), names, name)
+
     def test_the_stub_names_what_the_module_has(self):
         stub = ast.parse((ROOT / "python/fovea/_native.pyi").read_text())
-        functions = {node.name: node for node in stub.body if isinstance(node, ast.FunctionDef)}
+        classes = {node.name: node for node in stub.body if isinstance(node, ast.ClassDef)}
         public = {name for name in dir(_native) if not name.startswith("_")}
-        self.assertEqual(set(functions), public)
-        for name, node in functions.items():
-            signature = getattr(_native, name).__doc__.splitlines()[0]
-            names = [argument.arg for argument in node.args.args]
-            self.assertEqual(re.findall(r"(\w+): ", signature), names, name)
+        self.assertEqual({name for name in public if inspect.isclass(getattr(_native, name))}, set(classes))
+        self.compare_with_stub(stub.body, _native, public - set(classes))
+        protocols = {"__init__", "__dlpack__", "__dlpack_device__", "__array_interface__"}
+        for name, node in classes.items():
+            owner = getattr(_native, name)
+            inherited = set() if "__init__" in {getattr(entry, "name", "") for entry in node.body} else {"__init__"}
+            actual = {member for member in vars(owner) if not member.startswith("_") or member in protocols - inherited}
+            self.compare_with_stub(node.body, owner, actual)
 
     def test_the_package_says_that_it_is_typed(self):
         self.assertTrue((pathlib.Path(fovea.__file__).parent / "py.typed").exists())

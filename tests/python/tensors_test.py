@@ -274,6 +274,9 @@ class AvailableTest(Case):
     def test_answers_and_never_raises(self):
         self.assertEqual(fovea.available("topk_select"), (True, ""))
         self.assertEqual(fovea.available("context_split"), (True, ""))
+        for backend in ("DsaBackend", "KdaBackend", "MsaBackend", "V4Backend"):
+            self.assertEqual(fovea.available(backend), (True, ""))
+            self.assertEqual(fovea.available(backend, "cuda")[0], fovea.available("sparse_mla", "cuda")[0])
         for op, device in (("nothing", "cpu"), ("topk_select", "tpu"), (None, None), (3, object()), ("a" * 10000, "cuda:x")):
             answer, reason = fovea.available(op, device)
             self.assertFalse(answer)
