@@ -16,6 +16,11 @@ def register_errors(classes: dict, base: object) -> None:
 def call(op: str, tensors: dict, params: dict, out: dict, unwanted: Sequence, impl: object | None, stream: object | None) -> tuple:
     """Runs an operator: (results by name, notes, implementation)."""
 
+def result_shapes(op: str, tensors: dict, params: dict, unwanted: Sequence) -> tuple:
+    """
+    Results that an operator has for tensors given as (type, shape), None for absent: ([(name, type, shape)], names of the tensors that it updates).
+    """
+
 def callable_operators() -> list[str]:
     """Names that call() knows."""
 

@@ -19,6 +19,7 @@
 #include "python/src/params.h"
 #include "python/src/python_call_tensors.h"
 #include "python/src/serving.h"
+#include "python/src/shape_call_tensors.h"
 
 namespace nb = nanobind;
 
@@ -38,6 +39,14 @@ nb::tuple call(const std::string& op, nb::dict tensors, nb::dict params, nb::dic
   const CallOutcome outcome =
       call_operator(op, bound, to_params(op, params), bound.device(num_threads), options);
   return nb::make_tuple(bound.results(), outcome.notes, outcome.implementation.name);
+}
+
+// What call() would return for tensors of these types and shapes.
+nb::tuple result_shapes(const std::string& op, const nb::dict& tensors, const nb::dict& params,
+                        const nb::sequence& unwanted) {
+  ShapeCallTensors shapes(op, tensors, unwanted);
+  call_operator(op, shapes, to_params(op, params), Device::cpu(1), Options{"ref"});
+  return shapes.results();
 }
 
 // One operator's implementations: name, device, whether it can run here, why not.
@@ -118,6 +127,10 @@ NB_MODULE(_native, module) {
   module.def("call", &call, nb::arg("op"), nb::arg("tensors"), nb::arg("params"), nb::arg("out"),
              nb::arg("unwanted"), nb::arg("impl").none(), nb::arg("stream").none(),
              "Runs an operator: (results by name, notes, implementation).");
+  module.def("result_shapes", &result_shapes, nb::arg("op"), nb::arg("tensors"), nb::arg("params"),
+             nb::arg("unwanted"),
+             "Results that an operator has for tensors given as (type, shape), None for absent: "
+             "([(name, type, shape)], names of the tensors that it updates).");
   module.def("callable_operators", &fovea::callable_operators, "Names that call() knows.");
   module.def("implementations", &implementations, nb::arg("op"),
              "Implementations of an operator, best first: (name, device, available, reason).");

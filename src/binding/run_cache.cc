@@ -1,8 +1,11 @@
 // Calls by name: the operators of the room cache.
 
+#include <optional>
+
 #include "fovea/move_rows.h"
 #include "fovea/row_codec.h"
 #include "src/binding/bindings.h"
+#include "src/binding/shared_bindings.h"
 
 namespace fovea::internal {
 namespace {
@@ -14,14 +17,6 @@ RowFormat bind_row_format(NamedCall& call) {
                                                {"v4", RowFormat::kV4},
                                                {"r512", RowFormat::kR512},
                                                {"f576", RowFormat::kF576}});
-}
-
-// Required where it changes bytes and the format has no default of its own: packing i132 rows.
-ScaleMode bind_scale_mode(NamedCall& call, bool is_required) {
-  constexpr std::optional<ScaleMode> kNoDefault;
-  return call.choice<ScaleMode>("scale_mode",
-                                {{"fp32", ScaleMode::kFp32}, {"pow2", ScaleMode::kPow2}},
-                                is_required ? kNoDefault : ScaleMode::kFp32);
 }
 
 constexpr char kInvScale[] = "bf16|f32 [S, 1]";
@@ -45,7 +40,10 @@ constexpr char kBytePool[] = "u8 [pages, page_bytes]";
 void run_pack_rows(NamedCall& call) {
   RowCodecProblem problem;
   problem.row_format = bind_row_format(call);
-  problem.scale_mode = bind_scale_mode(call, problem.row_format == RowFormat::kI132);
+  // Required where it changes bytes and the format has no default of its own.
+  const bool is_required = problem.row_format == RowFormat::kI132;
+  problem.scale_mode =
+      bind_scale_mode(call, is_required ? std::nullopt : std::optional(ScaleMode::kFp32));
   problem.k_scale = call.number("k_scale", 1.0f);
   PackRowsTensors tensors;
   tensors.src = call.in("src", "bf16 [N, D]");
@@ -69,7 +67,8 @@ void run_pack_rows(NamedCall& call) {
 void run_unpack_rows(NamedCall& call) {
   RowCodecProblem problem;
   problem.row_format = bind_row_format(call);
-  problem.scale_mode = bind_scale_mode(call, false);  // readers take the scale that is stored
+  problem.scale_mode =
+      bind_scale_mode(call, ScaleMode::kFp32);  // readers take the scale that is stored
   problem.k_scale = call.number("k_scale", 1.0f);
   UnpackRowsTensors tensors;
   tensors.slots = call.in("slots", "i32 [N]");

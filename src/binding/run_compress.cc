@@ -1,7 +1,10 @@
 // Calls by name: the operators of the room compress.
 
+#include <optional>
+
 #include "fovea/v4_compress.h"
 #include "src/binding/bindings.h"
+#include "src/binding/shared_bindings.h"
 
 namespace fovea::internal {
 
@@ -12,10 +15,9 @@ void run_v4_compress(NamedCall& call) {
   problem.row_format = call.choice<RowFormat>(
       "row_format",
       {{"v4", RowFormat::kV4}, {"i132", RowFormat::kI132}, {"bf16", RowFormat::kBf16}});
-  constexpr std::optional<ScaleMode> kNoDefault;
-  problem.scale_mode = call.choice<ScaleMode>(
-      "scale_mode", {{"fp32", ScaleMode::kFp32}, {"pow2", ScaleMode::kPow2}},
-      problem.row_format == RowFormat::kI132 ? kNoDefault : ScaleMode::kFp32);
+  const bool is_required = problem.row_format == RowFormat::kI132;
+  problem.scale_mode =
+      bind_scale_mode(call, is_required ? std::nullopt : std::optional(ScaleMode::kFp32));
   problem.page_size = call.integer("page_size");
   problem.form = call.choice<CompressorForm>(
       "form", {{"stored", CompressorForm::kStored}, {"online", CompressorForm::kOnline}},

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <optional>
 
 #include "fovea/index_cache.h"
 #include "fovea/index_logits.h"
@@ -10,6 +11,7 @@
 #include "fovea/index_select.h"
 #include "fovea/topk_select.h"
 #include "src/binding/bindings.h"
+#include "src/binding/shared_bindings.h"
 
 namespace fovea::internal {
 namespace {
@@ -31,8 +33,7 @@ void bind_queries_and_keys(NamedCall& call, Problem& problem, Tensors& tensors) 
     tensors.k_start = call.in("k_start", "i32 [T]");
     tensors.k_end = call.in("k_end", "i32 [T]");
   } else {
-    tensors.index_pool = call.in("index_pool", "u8 [pages, page_bytes]");
-    tensors.page_table = call.in("page_table", "i32 [R, max_pages]");
+    bind_index_pool(call, &tensors);
     tensors.row_to_request = call.in("row_to_request", "i32 [T]");
     tensors.row_len = call.in("row_len", "i32 [T]");
     tensors.schedule = call.opt("schedule", "i32 [workers+1, 2]");
@@ -146,8 +147,7 @@ void run_index_store(NamedCall& call) {
 void run_index_gather(NamedCall& call) {
   IndexCacheProblem problem;
   IndexGatherTensors tensors;
-  tensors.index_pool = call.in("index_pool", "u8 [pages, page_bytes]");
-  tensors.page_table = call.in("page_table", "i32 [R, max_pages]");
+  bind_index_pool(call, &tensors);
   tensors.kv_indptr = call.in("kv_indptr", "i32 [R+1]");
   problem.page_size = call.integer("page_size");
   problem.head_dim = call.integer("head_dim", problem.head_dim);
@@ -173,12 +173,9 @@ void run_index_quantize(NamedCall& call) {
   tensors.head_gate = call.in("head_gate", "f32 [T, Hi]");
   tensors.positions = call.in("positions", "i32 [T]");
   tensors.cos_sin = call.in("cos_sin", "f32 [max_pos, rope]");
-  problem.rope_style = call.choice<RopeStyle>(
-      "rope_style",
-      {{"half_split", RopeStyle::kHalfSplit}, {"interleaved", RopeStyle::kInterleaved}});
+  problem.rope_style = bind_rope_style(call);
   problem.hadamard = call.flag("hadamard", false);
-  problem.scale_mode = call.choice<ScaleMode>(
-      "scale_mode", {{"fp32", ScaleMode::kFp32}, {"pow2", ScaleMode::kPow2}});
+  problem.scale_mode = bind_scale_mode(call, std::nullopt);
   problem.max_rows = call.extent("T");
   problem.num_heads = call.extent("Hi");
   problem.head_dim = call.extent("Di");

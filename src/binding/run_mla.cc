@@ -11,6 +11,7 @@
 #include "fovea/swa_decode.h"
 #include "fovea/swa_indices.h"
 #include "src/binding/bindings.h"
+#include "src/binding/shared_bindings.h"
 
 namespace fovea::internal {
 namespace {
@@ -55,6 +56,17 @@ LatentCache bind_cache(NamedCall& call, const std::string& prefix, const LatentC
   return cache;
 }
 
+// The first one, with its page size and format.
+template <class Problem, class Tensors>
+LatentCache bind_own_cache(NamedCall& call, Problem* problem, Tensors* tensors) {
+  LatentCache cache = bind_cache(call, "", nullptr);
+  tensors->kv = cache.tensor;
+  tensors->inv_scale = cache.inv_scale;
+  problem->row_format = cache.row_format;
+  problem->page_size = cache.page_size;
+  return cache;
+}
+
 // The second cache of sparse_mla: listed slots, or a page table with lengths.
 void bind_extra(NamedCall& call, const LatentCache& first, SparseMlaProblem& problem,
                 SparseMlaTensors& tensors) {
@@ -93,14 +105,10 @@ void run_sparse_mla(NamedCall& call) {
   SparseMlaProblem problem;
   SparseMlaTensors tensors;
   tensors.q = call.in("q", "bf16|u8 [T, H, Dqk]");
-  const LatentCache cache = bind_cache(call, "", nullptr);
-  tensors.kv = cache.tensor;
+  const LatentCache cache = bind_own_cache(call, &problem, &tensors);
   tensors.indices = call.in("indices", "i32 [T, K]");
   tensors.topk_length = call.opt("topk_length", "i32 [T]");
   tensors.sink = call.opt("sink", "f32 [H]");
-  problem.row_format = cache.row_format;
-  problem.page_size = cache.page_size;
-  tensors.inv_scale = cache.inv_scale;
   bind_extra(call, cache, problem, tensors);
   if (call.has("inverse_rope")) {
     tensors.inverse_rope = call.in("inverse_rope", "f32 [max_pos, rope]");
@@ -130,25 +138,19 @@ void run_swa_decode(NamedCall& call) {
   SwaDecodeProblem problem;
   SwaDecodeTensors tensors;
   tensors.q = call.in("q", "bf16 [T, H, 512]");
-  const LatentCache cache = bind_cache(call, "", nullptr);
-  tensors.kv = cache.tensor;
-  tensors.inv_scale = cache.inv_scale;
+  bind_own_cache(call, &problem, &tensors);
   tensors.swa_indices =
       call.in("swa_indices", call.rank_of("swa_indices") == 3 ? "i32|i64 [list_a, list_b, Wi]"
                                                               : "i32|i64 [list, Wi]");
   tensors.swa_lens = call.in("swa_lens", "i32|i64 [lens]");
   tensors.sink = call.opt("sink", "f32 [H]");
-  problem.row_format = cache.row_format;
-  problem.page_size = cache.page_size;
   problem.softmax_scale = call.number("softmax_scale");
   problem.window = call.integer("window");
   problem.max_rows = call.extent("T");
   problem.num_heads = call.extent("H");
   problem.width = call.extent("Wi");
   const SwaDecode plan = call.plan<SwaDecode>(problem);
-  tensors.out = call.out("out", "bf16 [T, H, 512]");
-  tensors.lse = call.out("lse", "f32 [T, H]");
-  call.run(plan, tensors);
+  run_attention(call, plan, "bf16 [T, H, 512]", &tensors);
 }
 
 void run_dense_mla(NamedCall& call) {
@@ -169,8 +171,7 @@ void run_dense_mla(NamedCall& call) {
     problem.page_size = call.integer("page_size");
   }
   tensors.page_table = call.in("page_table", "i32 [R, max_pages]");
-  tensors.kv_len = call.in("kv_len", "i32 [R]");
-  tensors.q_indptr = call.in("q_indptr", "i32 [R+1]");
+  bind_lengths(call, &tensors);
   problem.softmax_scale = call.number("softmax_scale");
   problem.causal = call.flag("causal", true);
   problem.q_scale = call.number("q_scale", 1.0f);
@@ -182,9 +183,7 @@ void run_dense_mla(NamedCall& call) {
   problem.num_heads = call.extent("H");
   problem.head_dim_qk = call.extent("Dqk");
   const DenseMla plan = call.plan<DenseMla>(problem);
-  tensors.out = call.out("out", "bf16 [T, H, 512]");
-  tensors.lse = call.out("lse", "f32 [T, H]");
-  call.run(plan, tensors);
+  run_attention(call, plan, "bf16 [T, H, 512]", &tensors);
 }
 
 void run_mha_varlen(NamedCall& call) {
@@ -204,16 +203,13 @@ void run_mha_varlen(NamedCall& call) {
   problem.head_dim_qk = call.extent("Dqk");
   problem.head_dim_v = call.extent("Dv");
   const MhaVarlen plan = call.plan<MhaVarlen>(problem);
-  tensors.out = call.out("out", "bf16 [T, H, Dv]");
-  tensors.lse = call.out("lse", "f32 [T, H]");
-  call.run(plan, tensors);
+  run_attention(call, plan, "bf16 [T, H, Dv]", &tensors);
 }
 
 void run_build_swa_indices(NamedCall& call) {
   SwaIndicesProblem problem;
   SwaIndicesTensors tensors;
-  tensors.q_indptr = call.in("q_indptr", "i32 [R+1]");
-  tensors.kv_len = call.in("kv_len", "i32 [R]");
+  bind_lengths(call, &tensors);
   tensors.row_valid = call.opt("row_valid", "u8 [T]");
   problem.window = call.integer("window");
   problem.width = call.integer("width", problem.window);
@@ -250,9 +246,7 @@ void run_merge_lse(NamedCall& call) {
   problem.head_dim = call.extent("D");
   problem.dtype = dtype;
   const MergeLse plan = call.plan<MergeLse>(problem);
-  tensors.out = call.out("out", std::string(to_string(dtype)) + " [T, H, D]");
-  tensors.lse = call.out("lse", "f32 [T, H]");
-  call.run(plan, tensors);
+  run_attention(call, plan, std::string(to_string(dtype)) + " [T, H, D]", &tensors);
 }
 
 void run_concat_absorbed_q(NamedCall& call) {
@@ -282,9 +276,7 @@ void run_mla_rope_quantize(NamedCall& call) {
   }
   tensors.positions = call.in("positions", "i32 [T]");
   tensors.cos_sin = call.in("cos_sin", "f32 [max_pos, 64]");
-  problem.rope_style = call.choice<RopeStyle>(
-      "rope_style",
-      {{"half_split", RopeStyle::kHalfSplit}, {"interleaved", RopeStyle::kInterleaved}});
+  problem.rope_style = bind_rope_style(call);
   problem.q_scale = call.number("q_scale", 1.0f);
   problem.k_scale = call.number("k_scale", 1.0f);
   problem.max_rows = call.extent("T");

@@ -8,6 +8,7 @@
 #include "fovea/msa_score_select.h"
 #include "fovea/msa_select_blocks.h"
 #include "src/binding/bindings.h"
+#include "src/binding/shared_bindings.h"
 
 namespace fovea::internal {
 namespace {
@@ -15,8 +16,7 @@ namespace {
 // The arrays that describe a batch, and the bounds that follow from them.
 template <class Tensors>
 void bind_batch(NamedCall& call, Tensors* tensors) {
-  tensors->kv_len = call.in("kv_len", "i32 [R]");
-  tensors->q_indptr = call.in("q_indptr", "i32 [R+1]");
+  bind_lengths(call, tensors);
   tensors->q_offset = call.opt("q_offset", "i32 [R]");
 }
 

@@ -1,7 +1,9 @@
 """Tensors of torch: no copies, results of torch, the same bits as with numpy."""
 
+import gc
 import unittest
 
+import backends_test
 import numpy as np
 
 import fovea
@@ -71,6 +73,36 @@ class TorchTest(Case):
         logits = torch.zeros(1, 4, requires_grad=True)
         with self.assertRaisesRegex(fovea.InvalidArgument, "topk_select: logits gives no DLPack tensor.*grad"):
             fovea.topk_select(logits, torch.ones(1, dtype=torch.int32), 2)
+
+
+@unittest.skipIf(torch is None, "torch is not installed")
+class TorchBackendTest(Case):
+    def test_memory_of_pools_is_shared(self):
+        pool = fovea.StatePool(num_slots=2, num_value_heads=1, head_dim_k=4, head_dim_v=2, window_shape=(3, 5))
+        states, windows = torch.from_dlpack(pool.states()), torch.from_dlpack(pool.windows())
+        self.assertEqual((states.dtype, windows.dtype), (torch.float32, torch.bfloat16))
+        states.fill_(2)
+        windows.fill_(3)
+        del pool
+        gc.collect()
+        self.assertEqual((states.sum().item(), windows.sum().item()), (32, 90))
+
+    def test_a_step_gives_the_bits_that_it_gives_with_numpy(self):
+        case, other = backends_test.MsaTest(), backends_test.MsaTest()
+        case.setUp()
+        other.setUp()
+        step, rows = case.batch.step("extend", [0, 0], [20, 5]), case.rows(25)
+        case.backend.begin_step(**step)
+        expected = case.backend.forward(**rows, **case.pools, return_blocks=True)
+        tensors = {name: to_torch(value) for name, value in step.items()}
+        other.backend.begin_step(**tensors)
+        pools = {name: to_torch(pool) for name, pool in other.pools.items()}
+        actual = other.backend.forward(**{name: to_torch(row) for name, row in rows.items()}, **pools, return_blocks=True)
+        for mine, result in zip(actual, expected):
+            self.assertIsInstance(mine, torch.Tensor)
+            self.assert_same(to_numpy(mine), result)
+        for name, pool in pools.items():
+            self.assert_same(to_numpy(pool), case.pools[name])
 
 
 @unittest.skipUnless(torch is not None and fovea.available("topk_select", "cuda")[0], "torch or a GPU is missing")
