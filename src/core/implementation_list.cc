@@ -117,6 +117,18 @@ namespace internal {
 
 Refusal cuda_available() { return cuda::unavailable_reason(); }
 
+Refusal cuda_sm90_available() {
+  Refusal reason = cuda::unavailable_reason();
+  for (int i = 0; reason.empty() && i < cuda::device_count(); ++i) {
+    const cuda::DeviceFacts& facts = cuda::device_facts(i);
+    if (facts.compute_major == 9 && facts.compute_minor == 0) continue;
+    reason = "needs GPUs of compute capability 9.0; cuda:" + std::to_string(i) + " (" + facts.name +
+             ") has " + std::to_string(facts.compute_major) + "." +
+             std::to_string(facts.compute_minor);
+  }
+  return reason;
+}
+
 OperatorRegistration::OperatorRegistration(const char* room, const char* name,
                                            std::vector<ImplementationInfo> (*list)()) {
   const std::lock_guard<std::mutex> lock(registry().mutex);

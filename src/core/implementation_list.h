@@ -57,6 +57,8 @@ class OperatorRegistration {
 
 /// `available` of CUDA implementations.
 Refusal cuda_available();
+/// And of those with code for compute capability 9.0 (sm_90a) only.
+Refusal cuda_sm90_available();
 
 template <class Problem, class Tensors, size_t N>
 std::vector<ImplementationInfo> list_implementations(

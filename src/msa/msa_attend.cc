@@ -13,9 +13,9 @@ namespace {
 constexpr char kOp[] = "msa_attend";
 
 constexpr internal::Implementation<MsaAttendProblem, MsaAttendTensors> kImplementations[] = {
-    {"cuda_by_block", DeviceKind::kCuda, internal::cuda_available,
-     internal::msa_attend_cuda_by_block_supports, internal::msa_attend_cuda_by_block_workspace,
-     nullptr, internal::msa_attend_cuda_by_block, internal::msa_attend_cuda_by_block_preferred},
+    {"cuda_sm90", DeviceKind::kCuda, internal::cuda_sm90_available,
+     internal::msa_attend_cuda_sm90_supports, internal::msa_attend_cuda_sm90_workspace, nullptr,
+     internal::msa_attend_cuda_sm90, internal::msa_attend_cuda_sm90_preferred},
     {"cuda_portable", DeviceKind::kCuda, internal::cuda_available,
      internal::msa_attend_cuda_supports, internal::msa_attend_cuda_workspace, nullptr,
      internal::msa_attend_cuda_portable},

@@ -22,11 +22,11 @@ size_t msa_attend_cuda_workspace(const MsaAttendProblem& problem, const Device& 
 void msa_attend_cuda_portable(const MsaAttendProblem& problem, const Device& device,
                               const MsaAttendTensors& tensors, Workspace workspace, Stream stream);
 
-Refusal msa_attend_cuda_by_block_supports(const MsaAttendProblem& problem);
-Refusal msa_attend_cuda_by_block_preferred(const MsaAttendProblem& problem);
-size_t msa_attend_cuda_by_block_workspace(const MsaAttendProblem& problem, const Device& device);
-void msa_attend_cuda_by_block(const MsaAttendProblem& problem, const Device& device,
-                              const MsaAttendTensors& tensors, Workspace workspace, Stream stream);
+Refusal msa_attend_cuda_sm90_supports(const MsaAttendProblem& problem);
+Refusal msa_attend_cuda_sm90_preferred(const MsaAttendProblem& problem);
+size_t msa_attend_cuda_sm90_workspace(const MsaAttendProblem& problem, const Device& device);
+void msa_attend_cuda_sm90(const MsaAttendProblem& problem, const Device& device,
+                          const MsaAttendTensors& tensors, Workspace workspace, Stream stream);
 
 /// Channels that share a scale in kQ8Kv4.
 inline constexpr int64_t kMsaKv4Group = 16;

@@ -40,11 +40,11 @@ void msa_attend_cuda_portable(const MsaAttendProblem&, const Device&, const MsaA
   without_cuda("msa_attend");
 }
 
-Refusal msa_attend_cuda_by_block_supports(const MsaAttendProblem&) { return {}; }
-Refusal msa_attend_cuda_by_block_preferred(const MsaAttendProblem&) { return {}; }
-size_t msa_attend_cuda_by_block_workspace(const MsaAttendProblem&, const Device&) { return 0; }
-void msa_attend_cuda_by_block(const MsaAttendProblem&, const Device&, const MsaAttendTensors&,
-                              Workspace, Stream) {
+Refusal msa_attend_cuda_sm90_supports(const MsaAttendProblem&) { return {}; }
+Refusal msa_attend_cuda_sm90_preferred(const MsaAttendProblem&) { return {}; }
+size_t msa_attend_cuda_sm90_workspace(const MsaAttendProblem&, const Device&) { return 0; }
+void msa_attend_cuda_sm90(const MsaAttendProblem&, const Device&, const MsaAttendTensors&,
+                          Workspace, Stream) {
   without_cuda("msa_attend");
 }
 

@@ -28,6 +28,7 @@ struct Fiber {
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   Lane lane;
   std::vector<Copy> copies;
+  std::vector<std::vector<std::function<void()>>> series;  // of work, the last one open
   const Barrier* waits_for = nullptr;
   uint64_t until = 0;
   unsigned exchanges = 0;
@@ -65,6 +66,8 @@ void run_fiber() {
   try {
     (*block.kernel)();
     if (!fiber.copies.empty()) block.failure = "a thread ended with copies under way";
+    if (fiber.series.size() > 1 || !fiber.series.back().empty())
+      block.failure = "a thread ended with work under way";
   } catch (const std::exception& error) {
     block.failure = error.what();
   }
@@ -102,6 +105,7 @@ void start_block(const Dim& at) {
     fiber.lane = {
         {static_cast<unsigned>(i), 0, 0}, at, {static_cast<unsigned>(block.fibers.size()), 1, 1}};
     fiber.copies.clear();
+    fiber.series.assign(1, {});
     fiber.waits_for = nullptr;
     fiber.exchanges = 0;
     fiber.done = false;
@@ -145,6 +149,18 @@ void finish_copies() {
     }
   }
   block.current->copies.clear();
+}
+
+void start_work(std::function<void()> work) {
+  block.current->series.back().push_back(std::move(work));
+}
+void close_work() { block.current->series.emplace_back(); }
+void finish_work(int num_left) {
+  auto& series = block.current->series;
+  while (static_cast<int>(series.size()) - 1 > num_left) {
+    for (const auto& work : series.front()) work();
+    series.erase(series.begin());
+  }
 }
 
 void run_grid(const Dim& grid, const Dim& threads, const std::function<void()>& kernel) {

@@ -61,8 +61,13 @@ class Exchange {
 void start_copy(void* to, const void* from, int bytes, bool present);
 void finish_copies();
 
+/// Work that the thread has begun, in series, each done when the thread waits for it.
+void start_work(std::function<void()> work);
+void close_work();               ///< Ends a series.
+void finish_work(int num_left);  ///< All series but the last ones.
+
 /// Runs every block of a grid, threads x blocks; throws std::logic_error when its threads wait for
-/// ever or leave copies behind.
+/// ever or leave copies or work behind.
 void run_grid(const Dim& grid, const Dim& block, const std::function<void()>& kernel);
 
 /// What the modelled device has, and the order of its threads; tests change them.

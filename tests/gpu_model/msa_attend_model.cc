@@ -2,18 +2,18 @@
 // names of their own beside those of the library.
 #include "tests/gpu_model/cuda_words.h"
 
-#define msa_attend_cuda_by_block_supports msa_attend_model_supports
-#define msa_attend_cuda_by_block_preferred msa_attend_model_preferred
-#define msa_attend_cuda_by_block_workspace msa_attend_model_workspace
-#define msa_attend_cuda_by_block msa_attend_model_run
-#include "src/msa/cuda/msa_attend_by_block.cu"
+#define msa_attend_cuda_sm90_supports msa_attend_model_supports
+#define msa_attend_cuda_sm90_preferred msa_attend_model_preferred
+#define msa_attend_cuda_sm90_workspace msa_attend_model_workspace
+#define msa_attend_cuda_sm90 msa_attend_model_run
+#include "src/msa/cuda/msa_attend_sm90.cu"
 
 namespace fovea::internal::msa {
 namespace {
 
 // Shared memory of the block that runs.
 alignas(1024) thread_local uint8_t memory[128 << 10];
-alignas(1024) thread_local uint8_t block_memory[128 << 10];
+alignas(1024) thread_local uint8_t item_memory[128 << 10];
 
 }  // namespace
 }  // namespace fovea::internal::msa
@@ -22,11 +22,11 @@ alignas(1024) thread_local uint8_t block_memory[128 << 10];
 
 namespace fovea::test::gpu {
 
-void run_msa_attend_by_block(const MsaAttendProblem& problem, const MsaAttendTensors& tensors) {
+void run_msa_attend_sm90(const MsaAttendProblem& problem, const MsaAttendTensors& tensors) {
   const Device device{DeviceKind::kCuda, 0};
   // Nothing is zero by itself; of large scratch memory, the beginning.
   std::memset(internal::msa::memory, 0xFF, sizeof(internal::msa::memory));
-  std::memset(internal::msa::block_memory, 0xFF, sizeof(internal::msa::block_memory));
+  std::memset(internal::msa::item_memory, 0xFF, sizeof(internal::msa::item_memory));
   HostBuffer scratch(internal::msa_attend_model_workspace(problem, device));
   const size_t filled = std::min(scratch.bytes(), size_t{16} << 20);
   if (filled > 0) std::memset(scratch.data(), 0xFF, filled);

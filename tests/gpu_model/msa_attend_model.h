@@ -4,8 +4,8 @@
 
 namespace fovea::test::gpu {
 
-/// Runs msa_attend as cuda_by_block on the model, with settings(). The problem has every field that
+/// Runs msa_attend as cuda_sm90 on the model, with settings(). The problem has every field that
 /// plan() would fill in.
-void run_msa_attend_by_block(const MsaAttendProblem& problem, const MsaAttendTensors& tensors);
+void run_msa_attend_sm90(const MsaAttendProblem& problem, const MsaAttendTensors& tensors);
 
 }  // namespace fovea::test::gpu

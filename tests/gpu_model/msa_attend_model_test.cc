@@ -27,7 +27,7 @@ class MsaAttendModel : public testing::Test {
       problem.softmax_scale = 1.0f / std::sqrt(static_cast<float>(problem.head_dim));
     }
     attend.make_outputs();
-    test::gpu::run_msa_attend_by_block(problem, attend.tensors());
+    test::gpu::run_msa_attend_sm90(problem, attend.tensors());
   }
   static void expect_reference(AttendCase& attend) {
     AttendCase expected = attend;
@@ -108,6 +108,24 @@ TEST_F(MsaAttendModel, InfiniteValuesAreNotNan) {
   EXPECT_EQ(attend.out_at(2, 1, 9), -test::kInfinity);
 }
 
+TEST_F(MsaAttendModel, InfiniteValuesAreThoseOfRowsThatSeeThem) {
+  for (const int64_t dim : {64, 128}) {
+    // Rows at positions 128 to 167, ten places of a block and more in a tile.
+    AttendCase attend(PagedBatch({168}, {40}, 128, 7, 0), 4, 1, dim, 2);
+    for (int64_t t = 0; t < 40; ++t) attend.set_list(0, t, {0, 1});
+    attend.softmax_scale = 0.01f;
+    AttendCase clean = attend;
+    run(clean);
+    attend.v.data<bf16_t>()[attend.batch.slot(0, 148) * dim + dim - 7] =
+        bf16_from_float(test::kInfinity);
+    expect_reference(attend);
+    for (int64_t t = 0; t < 40; ++t) {
+      EXPECT_EQ(attend.row_bits(t) == clean.row_bits(t), t < 20) << t;
+      EXPECT_EQ(std::isinf(attend.out_at(t, 3, dim - 7)), t >= 20) << t;
+    }
+  }
+}
+
 TEST_F(MsaAttendModel, HostileLengthsOffsetsPagesAndLists) {
   AttendCase attend(PagedBatch({100, 60, 33}, {3, 4, 2}, 16, 3, 1), 4, 2, 32, 4);
   attend.batch.kv_len.data<int32_t>()[0] = std::numeric_limits<int32_t>::max();
@@ -127,7 +145,7 @@ TEST_F(MsaAttendModel, PlansWithoutPagesOrRequests) {
   tensors.page_table.shape[1] = 0;
   MsaAttendProblem problem = attend.problem();
   problem.softmax_scale = 1;
-  test::gpu::run_msa_attend_by_block(problem, tensors);
+  test::gpu::run_msa_attend_sm90(problem, tensors);
   for (int64_t t = 0; t < 2; ++t) {
     EXPECT_EQ(attend.out_at(t, 1, 3), 0.0f);
     EXPECT_EQ(attend.lse_at(t, 1), -std::numeric_limits<float>::infinity());

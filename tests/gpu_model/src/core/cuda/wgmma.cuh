@@ -1,0 +1,99 @@
+#pragma once
+
+#include "src/core/cuda/mma.cuh"
+
+// Model of src/core/cuda/wgmma.cuh. A product reads shared memory and writes its sums when the
+// thread waits for it. Products are added in the order of the columns of A, in fp32.
+namespace fovea::internal::cuda {
+
+constexpr int kPanelColumns = 64;
+constexpr int kPanelRowBytes = 128;
+
+constexpr int panel_offset(int row, int piece) {
+  return row * kPanelRowBytes + ((piece ^ (row % 8)) << 4);
+}
+
+struct PanelMatrix {
+  uintptr_t address;
+  int panel_bytes;
+
+  PanelMatrix advanced(int bytes) const {
+    return {address + static_cast<uintptr_t>(bytes), panel_bytes};
+  }
+  // Bits 4..6 of an address are turned over by bits 7..9.
+  float at(int row, int column) const {
+    const uintptr_t from = address + static_cast<uintptr_t>(row * kPanelRowBytes + column % 64 * 2 +
+                                                            column / 64 * panel_bytes);
+    return bf16_to_float(*reinterpret_cast<const bf16_t*>(from ^ (from >> 7 & 7) << 4));
+  }
+};
+
+inline PanelMatrix panel_matrix(const void* shared, int panel_bytes) {
+  test::gpu::need_alignment(shared, 1024);
+  return {reinterpret_cast<uintptr_t>(shared), panel_bytes};
+}
+
+enum class PanelSide { kRows, kColumns };
+
+template <int kN>
+struct WgmmaSums {
+  float x[kN / 2];
+};
+struct WgmmaA {
+  uint32_t x[4];
+};
+
+inline void wgmma_fence() {}
+inline void wgmma_commit() { test::gpu::close_work(); }
+template <int kPending>
+void wgmma_wait() {
+  test::gpu::finish_work(kPending);
+}
+inline void shared_stores_before_wgmma() {}
+template <int kN>
+void wgmma_pin(WgmmaSums<kN>&) {}
+
+// Rows lane / 4 and + 8 of the warp's 16 rows of A.
+struct WgmmaRows {
+  float x[2][16];
+};
+
+template <PanelSide kSide, int kN>
+void multiply_rows(WgmmaSums<kN>& s, const WgmmaRows& a, PanelMatrix b, bool keep) {
+  const int first = 2 * static_cast<int>(threadIdx.x % 4);
+  for (int i = 0; i < kN / 2; ++i) {
+    const int n = 8 * (i / 4) + first + i % 2;
+    float sum = keep ? s.x[i] : 0;
+    for (int k = 0; k < 16; ++k)
+      sum += a.x[i / 2 % 2][k] * (kSide == PanelSide::kRows ? b.at(n, k) : b.at(k, n));
+    s.x[i] = sum;
+  }
+}
+
+template <PanelSide kSide, int kN>
+void wgmma(WgmmaSums<kN>& s, PanelMatrix a, PanelMatrix b, int keep_sums) {
+  test::gpu::start_work([&s, a, b, keep_sums] {
+    WgmmaRows rows;
+    const int row = static_cast<int>(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4);
+    for (int k = 0; k < 16; ++k) {
+      rows.x[0][k] = a.at(row, k);
+      rows.x[1][k] = a.at(row + 8, k);
+    }
+    multiply_rows<kSide>(s, rows, b, keep_sums != 0);
+  });
+}
+
+template <PanelSide kSide, int kN>
+void wgmma(WgmmaSums<kN>& s, const WgmmaA& a, PanelMatrix b, int keep_sums) {
+  const test::gpu::Exchange<WgmmaA> shown(a);
+  WgmmaRows rows;
+  for (unsigned k = 0; k < 16; ++k) {
+    const WgmmaA from = shown.from(threadIdx.x % 32 / 4 * 4 + k % 8 / 2);
+    for (unsigned half = 0; half < 2; ++half)
+      rows.x[half][k] = bf16_of(from.x[half + 2 * (k / 8)], static_cast<int>(k % 2));
+  }
+  test::gpu::start_work(
+      [&s, rows, b, keep_sums] { multiply_rows<kSide>(s, rows, b, keep_sums != 0); });
+}
+
+}  // namespace fovea::internal::cuda
