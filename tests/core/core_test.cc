@@ -150,6 +150,44 @@ TEST(ParallelFor, NoTwoPiecesShareAWorkerAtOneTime) {
   EXPECT_FALSE(clash);
 }
 
+// Every piece waits until all have begun.
+TEST(ParallelFor, TheThreadsRunAtTheSameTimeAwakeOrAsleep) {
+  const internal::ThreadScope scope(3);
+  for (const int pause_ms : {0, 0, 3, 0, 3}) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(pause_ms));
+    std::atomic<int> begun{0};
+    std::atomic<bool> together{true};
+    internal::ParallelFor(3, 1, [&](int64_t, int64_t, int) {
+      ++begun;
+      const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+      while (begun < 3 && together) {
+        if (std::chrono::steady_clock::now() > end) together = false;
+        std::this_thread::yield();
+      }
+    });
+    EXPECT_TRUE(together);
+  }
+}
+
+TEST(ParallelFor, CallersDoNotDisturbEachOther) {
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> callers;
+  for (int caller = 0; caller < 4; ++caller) {
+    callers.emplace_back([&wrong, caller] {
+      const internal::ThreadScope scope(2 + caller % 2);
+      for (int64_t count = 1; count < 300; ++count) {
+        std::atomic<int64_t> sum{0};
+        internal::ParallelFor(count, 2, [&](int64_t begin, int64_t end, int) {
+          for (int64_t i = begin; i < end; ++i) sum += i;
+        });
+        if (sum != count * (count - 1) / 2) ++wrong;
+      }
+    });
+  }
+  for (std::thread& thread : callers) thread.join();
+  EXPECT_EQ(wrong, 0);
+}
+
 TEST(ParallelFor, RethrowsAnExceptionOfTheBody) {
   for (const int threads : {1, 3}) {
     const internal::ThreadScope scope(threads);
