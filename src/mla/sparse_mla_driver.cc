@@ -51,10 +51,9 @@ int64_t group_capacity(const SparseMlaProblem& problem) {
 // Rows that are split into parts at most; with more rows the threads share out whole ones. With a
 // split plan it says what is shared out.
 int64_t max_split_rows(const SparseMlaProblem& problem, const Device& device) {
-  if (device.num_threads <= 1 || problem.split_parts > 0) return 0;
+  if (device.num_threads <= 1 || problem.split_parts > 0 || max_parts(problem) <= 1) return 0;
   const int64_t row_bytes =
       max_parts(problem) * padded_heads(problem.num_heads) * (kLatentDim + 2) * 4;
-  if (row_bytes == 0) return 0;
   return std::min({problem.max_rows, device.num_threads * kSplitRowsPerThread,
                    device.num_threads * kPartialBytesPerThread / row_bytes});
 }

@@ -54,14 +54,20 @@ void decode_kv4(const uint8_t* from, const uint8_t* scales, int64_t count, float
   }
 }
 
-void decode_row(MsaKvMode mode, const void* row, const uint8_t* group_scales, int64_t head_dim,
-                float* out) {
-  if (mode == MsaKvMode::kBf16)
-    decode_bf16(static_cast<const bf16_t*>(row), head_dim, out);
-  else if (mode == MsaKvMode::kQ8Kv4)
-    decode_kv4(static_cast<const uint8_t*>(row), group_scales, head_dim, out);
-  else
-    decode_e4m3(static_cast<const uint8_t*>(row), head_dim, out);
+void decode_rows(const MsaStoredRows& stored, int64_t head_dim, int64_t count, float* out) {
+  const int64_t stride = msa_key_stride(head_dim);
+  for (int64_t k = 0; k < count; ++k) {
+    const char* const row = stored.rows + k * stored.stride_bytes;
+    float* const to = out + k * stride;
+    if (stored.mode == MsaKvMode::kBf16) {
+      decode_bf16(reinterpret_cast<const bf16_t*>(row), head_dim, to);
+    } else if (stored.mode == MsaKvMode::kQ8Kv4) {
+      decode_kv4(reinterpret_cast<const uint8_t*>(row),
+                 stored.group_scales + k * stored.scale_stride, head_dim, to);
+    } else {
+      decode_e4m3(reinterpret_cast<const uint8_t*>(row), head_dim, to);
+    }
+  }
 }
 
 // logits[key][lane] = dot(query of the lane, key) for kTileKeys keys.
@@ -102,7 +108,14 @@ HWY_INLINE void dot_tile(const float* HWY_RESTRICT query, const float* HWY_RESTR
 HWY_NOINLINE void panel_logits(const MsaPanelTask& task) {
   const int64_t stride = msa_key_stride(task.head_dim);
   for (int64_t k = 0; k < task.num_keys; k += kTileKeys) {
-    dot_tile(task.query, task.keys + k * stride, stride, task.head_dim, *task.prefetch,
+    const float* keys = task.keys + k * stride;
+    if (task.stored != nullptr) {
+      const int64_t count = std::min<int64_t>(kTileKeys, task.num_keys - k);
+      decode_rows(task.stored[0].from(k), task.head_dim, count, task.keys);
+      std::fill(task.keys + count * stride, task.keys + kTileKeys * stride, 0.0f);
+      keys = task.keys;
+    }
+    dot_tile(task.query, keys, stride, task.head_dim, *task.prefetch,
              task.logits + k * kMsaPanelLanes);
   }
 }
@@ -143,26 +156,40 @@ HWY_NOINLINE void softmax_vector(const MsaPanelTask& task, int64_t lane) {
   hn::StoreU(keep, d, task.keep + lane);
 }
 
+// Keys whose values a panel alone decodes at a time: 18 KiB at 128 channels.
+constexpr int64_t kValueKeys = 32;
+
+// Some keys of a tile, in the sums of some lanes that see them.
+struct ValueKeys {
+  const float* values;
+  const float* weights;  // [count][kMsaPanelLanes]
+  int64_t count;
+  enum class Before { kNothing, kOtherTiles, kThisTile } before;  // what the sums hold
+};
+
 // out[lane, channels] = keep[lane] * out + sum over keys of weight * value.
 template <int kRows, int kVectors>
-HWY_INLINE void value_tile(const MsaPanelTask& task, int64_t lane, int64_t channel,
-                           int64_t num_keys, bool fresh) {
+HWY_INLINE void value_tile(const MsaPanelTask& task, const ValueKeys& keys, int64_t lane,
+                           int64_t channel) {
   const Lanes d;
   using V = hn::Vec<Lanes>;
   const int64_t stride = msa_key_stride(task.head_dim);
-  const float* HWY_RESTRICT values = task.values + channel;
-  const float* HWY_RESTRICT weights = task.logits + lane;
+  const float* HWY_RESTRICT values = keys.values + channel;
+  const float* HWY_RESTRICT weights = keys.weights + lane;
   float* HWY_RESTRICT out = task.state.out + lane * task.head_dim + channel;
   V sum[kRows][kVectors];
 #pragma GCC unroll 4
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
-      sum[i][v] = fresh ? hn::Zero(d)
-                        : hn::Mul(hn::Set(d, task.keep[lane + i]),
-                                  hn::LoadU(d, out + i * task.head_dim + v * kVectorLanes));
+      sum[i][v] = hn::Zero(d);
+      if (keys.before == ValueKeys::Before::kNothing) continue;
+      sum[i][v] = hn::LoadU(d, out + i * task.head_dim + v * kVectorLanes);
+      if (keys.before == ValueKeys::Before::kOtherTiles)
+        sum[i][v] = hn::Mul(hn::Set(d, task.keep[lane + i]), sum[i][v]);
     }
   }
+  const int64_t num_keys = keys.count;
   for (int64_t k = 0; k < num_keys; ++k) {
     V value[kVectors];
 #pragma GCC unroll 4
@@ -185,20 +212,20 @@ HWY_INLINE void value_tile(const MsaPanelTask& task, int64_t lane, int64_t chann
 
 // All channels of kRows lanes, which see the same keys.
 template <int kRows>
-HWY_NOINLINE void add_values(const MsaPanelTask& task, int64_t lane, int64_t num_keys, bool fresh) {
+HWY_NOINLINE void add_values(const MsaPanelTask& task, const ValueKeys& keys, int64_t lane) {
   int64_t channel = 0;
   while (channel < task.head_dim) {
     const int64_t vectors = (task.head_dim - channel) / kVectorLanes;
     // A single vector has too few accumulators to hide the latency of the
     // additions: a rest of four goes in pairs where three are the rule.
     if (vectors >= kValueVectors && (kValueVectors == 4 || vectors != 4)) {
-      value_tile<kRows, kValueVectors>(task, lane, channel, num_keys, fresh);
+      value_tile<kRows, kValueVectors>(task, keys, lane, channel);
       channel += kValueVectors * kVectorLanes;
     } else if (vectors >= 2) {
-      value_tile<kRows, 2>(task, lane, channel, num_keys, fresh);
+      value_tile<kRows, 2>(task, keys, lane, channel);
       channel += 2 * kVectorLanes;
     } else {
-      value_tile<kRows, 1>(task, lane, channel, num_keys, fresh);
+      value_tile<kRows, 1>(task, keys, lane, channel);
       channel += kVectorLanes;
     }
   }
@@ -206,16 +233,32 @@ HWY_NOINLINE void add_values(const MsaPanelTask& task, int64_t lane, int64_t num
 
 // Row by row: the keys that a row does not see may hold NaN, whose product with
 // weight 0 is NaN.
-void panel_values(const MsaPanelTask& task) {
+void rows_values(const MsaPanelTask& task, const float* values, int64_t first, int64_t count) {
+  using Before = ValueKeys::Before;
   for (int64_t row = 0; row < task.num_rows; ++row) {
     int64_t lane = row * task.lanes_per_row;
     const int64_t end = lane + task.lanes_per_row;
-    const int64_t num_keys = task.visible[lane];
-    if (num_keys == 0) continue;
-    const bool fresh = task.fresh[row] != 0;
-    for (; lane + 4 <= end; lane += 4) add_values<4>(task, lane, num_keys, fresh);
-    for (; lane + 2 <= end; lane += 2) add_values<2>(task, lane, num_keys, fresh);
-    for (; lane < end; ++lane) add_values<1>(task, lane, num_keys, fresh);
+    const int64_t num_keys = std::min<int64_t>(count, task.visible[lane] - first);
+    if (num_keys <= 0) continue;
+    const Before before = first > 0              ? Before::kThisTile
+                          : task.fresh[row] != 0 ? Before::kNothing
+                                                 : Before::kOtherTiles;
+    const ValueKeys keys{values, task.logits + first * kMsaPanelLanes, num_keys, before};
+    for (; lane + 4 <= end; lane += 4) add_values<4>(task, keys, lane);
+    for (; lane + 2 <= end; lane += 2) add_values<2>(task, keys, lane);
+    for (; lane < end; ++lane) add_values<1>(task, keys, lane);
+  }
+}
+
+void panel_values(const MsaPanelTask& task) {
+  if (task.stored == nullptr) {
+    rows_values(task, task.values, 0, task.num_keys);
+    return;
+  }
+  for (int64_t first = 0; first < task.num_keys; first += kValueKeys) {
+    const int64_t count = std::min(kValueKeys, task.num_keys - first);
+    decode_rows(task.stored[1].from(first), task.head_dim, count, task.values);
+    rows_values(task, task.values, first, count);
   }
 }
 
@@ -261,7 +304,7 @@ void write_row(const float* values, float factor, int64_t head_dim, bf16_t* out)
   }
 }
 
-MsaAttendKernel attend_kernel() { return {decode_row, attend_panel, fold, write_row}; }
+MsaAttendKernel attend_kernel() { return {decode_rows, attend_panel, fold, write_row}; }
 
 }  // namespace
 }  // namespace fovea::internal::HWY_NAMESPACE

@@ -262,22 +262,34 @@ class Run {
     return static_cast<const uint8_t*>(pool.data) + pool.offset(page, g, offset);
   }
 
-  void decode(int64_t page, int64_t g, int64_t first, int64_t count, const Scratch& scratch) const {
+  // Keys and values of a block from token `first` on.
+  std::array<MsaStoredRows, 2> stored_rows(int64_t page, int64_t g, int64_t first) const {
+    return {stored_rows(inputs_.k, inputs_.k_codes_scale, page, g, first),
+            stored_rows(inputs_.v, inputs_.v_codes_scale, page, g, first)};
+  }
+  MsaStoredRows stored_rows(const MsaPool& pool, const MsaPool& scales, int64_t page, int64_t g,
+                            int64_t first) const {
+    return {problem_.kv_mode, token(pool, page, g, first), pool.token_stride * item_bytes_,
+            group_scales(scales, page, g, first), scales.token_stride};
+  }
+
+  void decode(const std::array<MsaStoredRows, 2>& stored, int64_t count,
+              const Scratch& scratch) const {
     const int64_t stride = msa_key_stride(problem_.head_dim);
-    for (int64_t k = 0; k < count; ++k) {
-      kernel_.decode_row(problem_.kv_mode, token(inputs_.k, page, g, first + k),
-                         group_scales(inputs_.k_codes_scale, page, g, first + k), problem_.head_dim,
-                         scratch.keys + k * stride);
-      kernel_.decode_row(problem_.kv_mode, token(inputs_.v, page, g, first + k),
-                         group_scales(inputs_.v_codes_scale, page, g, first + k), problem_.head_dim,
-                         scratch.values + k * stride);
-      const int64_t slot = page * problem_.block_size + first + k;
-      if (inputs_.k_scale.per_row()) scratch.key_scale[k] = inputs_.k_scale.at(slot, g);
-      if (inputs_.v_scale.per_row()) scratch.value_scale[k] = inputs_.v_scale.at(slot, g);
-    }
+    kernel_.decode_rows(stored[0], problem_.head_dim, count, scratch.keys);
+    kernel_.decode_rows(stored[1], problem_.head_dim, count, scratch.values);
     constexpr int64_t kStep = 12;
     const int64_t padded = (count + kStep - 1) / kStep * kStep;
     std::fill(scratch.keys + count * stride, scratch.keys + padded * stride, 0.0f);
+  }
+
+  void read_scales(int64_t page, int64_t g, int64_t first, int64_t count,
+                   const Scratch& scratch) const {
+    const int64_t slot = page * problem_.block_size + first;
+    for (int64_t k = 0; k < count && inputs_.k_scale.per_row(); ++k)
+      scratch.key_scale[k] = inputs_.k_scale.at(slot + k, g);
+    for (int64_t k = 0; k < count && inputs_.v_scale.per_row(); ++k)
+      scratch.value_scale[k] = inputs_.v_scale.at(slot + k, g);
   }
 
   // Lets `num_rows` rows attend to the blocks between their cursors and ends.
@@ -319,11 +331,14 @@ class Run {
         most = std::max(most, seen);
       }
       if (most == 0) return;
-      decode(page, g, first, most, scratch);
+      const std::array<MsaStoredRows, 2> stored = stored_rows(page, g, first);
+      const bool one_panel = num_rows <= shape_.rows_per_panel;
+      if (!one_panel) decode(stored, most, scratch);
+      read_scales(page, g, first, most, scratch);
       const bool last = first + kMsaTileKeys >= problem_.block_size;
       MsaPrefetch prefetch = last ? prefetch_block(request, g, next, 0)
                                   : prefetch_block(request, g, n, first + kMsaTileKeys);
-      attend_keys(num_rows, most, prefetch, scratch);
+      attend_keys(num_rows, most, one_panel ? stored.data() : nullptr, prefetch, scratch);
     }
   }
 
@@ -335,9 +350,9 @@ class Run {
             std::min(kMsaTileKeys, problem_.block_size - first)};
   }
 
-  // The decoded tile, panel by panel.
-  void attend_keys(int64_t num_rows, int64_t num_keys, MsaPrefetch& prefetch,
-                   const Scratch& scratch) const {
+  // The decoded tile, panel by panel, or a stored one for a panel alone.
+  void attend_keys(int64_t num_rows, int64_t num_keys, const MsaStoredRows* stored,
+                   MsaPrefetch& prefetch, const Scratch& scratch) const {
     const int64_t dim = problem_.head_dim;
     for (int64_t first = 0; first < num_rows; first += shape_.rows_per_panel) {
       const int64_t rows = std::min(shape_.rows_per_panel, num_rows - first);
@@ -356,6 +371,7 @@ class Run {
       task.query = scratch.query + lane * dim;
       task.keys = scratch.keys;
       task.values = scratch.values;
+      task.stored = stored;
       task.head_dim = dim;
       task.num_keys = std::min(most, num_keys);
       task.num_rows = rows;

@@ -82,11 +82,29 @@ struct MsaState {
   }
 };
 
-/// One panel and one tile of keys.
+/// Consecutive rows of a pool, as they are stored.
+struct MsaStoredRows {
+  MsaKvMode mode;
+  const char* rows;
+  int64_t stride_bytes;
+  const uint8_t* group_scales;  ///< Of kQ8Kv4.
+  int64_t scale_stride;
+
+  MsaStoredRows from(int64_t row) const {
+    return {mode, rows + row * stride_bytes, stride_bytes,
+            group_scales == nullptr ? nullptr : group_scales + row * scale_stride, scale_stride};
+  }
+};
+
+/// One panel and one tile of keys. A panel alone decodes its tile itself, some rows at a time, so
+/// that the first-level cache holds them from there to their products: a whole decoded tile of 128
+/// channels, 72 KiB, would go through the second level.
 struct MsaPanelTask {
-  const float* query;   ///< [head_dim][kMsaPanelLanes]
-  const float* keys;    ///< [num_keys, up to 11 more that are finite][key stride]
-  const float* values;  ///< [num_keys][key stride]
+  const float* query;  ///< [head_dim][kMsaPanelLanes]
+  float* keys;         ///< [num_keys, up to 11 more that are finite][key stride]
+  float* values;       ///< [num_keys][key stride]
+  const MsaStoredRows*
+      stored;  ///< Keys and values; `keys` and `values` are scratch. Null: decoded.
   int64_t head_dim;
   int64_t num_keys;          ///< The largest of `visible`.
   int64_t num_rows;          ///< Rows of the panel
@@ -103,9 +121,8 @@ struct MsaPanelTask {
 };
 
 struct MsaAttendKernel {
-  /// A stored row as fp32. `group_scales`: of kQ8Kv4.
-  void (*decode_row)(MsaKvMode mode, const void* row, const uint8_t* group_scales, int64_t head_dim,
-                     float* out);
+  /// The first `count` rows as fp32, a key stride apart.
+  void (*decode_rows)(const MsaStoredRows& stored, int64_t head_dim, int64_t count, float* out);
   /// Adds the keys to the state of the lanes that see some.
   void (*attend_panel)(const MsaPanelTask& task);
   /// run += part for `lanes` lanes; `first`: run = part.
