@@ -66,4 +66,17 @@ struct DlManagedTensorVersioned {
   DlTensor tensor;
 };
 
+/// What a package's tensor type offers in its attribute __dlpack_c_exchange_api__, a capsule named
+/// "dlpack_exchange_api": exchange without calls of Python. Functions return 0, or -1 with a Python
+/// exception. Of the struct of version 1 the functions that are not used stand as addresses.
+struct DlExchangeApi {
+  DlVersion version;
+  DlExchangeApi* previous;  // of an older major version, or null
+  void* managed_tensor_allocator;
+  int (*managed_tensor_from_object)(void* object, DlManagedTensorVersioned** out);
+  void* managed_tensor_to_object;
+  void* tensor_from_object;  // optional
+  int (*current_work_stream)(DlDeviceType type, int32_t id, void** out);
+};
+
 }  // namespace fovea::python

@@ -95,19 +95,63 @@ DType dtype_of(const DlDataType& type) {
   return DType::kNone;
 }
 
+// The class of torch's tensors; null while torch is not imported. Looked up until it is there: a
+// module that is imported stays.
+PyTypeObject* torch_tensor_type() {
+  static PyTypeObject* known = nullptr;
+  if (known != nullptr) return known;
+  PyObject* torch = PyDict_GetItemString(PyImport_GetModuleDict(), "torch");
+  if (torch == nullptr) return nullptr;
+  const nb::object type = nb::getattr(nb::handle(torch), "Tensor", nb::none());
+  if (PyType_Check(type.ptr()) == 0) return nullptr;  // torch is being imported
+  known = reinterpret_cast<PyTypeObject*>(nb::object(type).release().ptr());
+  return known;
+}
+
+// What torch offers for exchange without calls of Python; null for a release that has it not.
+const DlExchangeApi* torch_exchange_api() {
+  static const DlExchangeApi* known = nullptr;
+  static bool is_known = false;
+  PyTypeObject* type = torch_tensor_type();
+  if (is_known || type == nullptr) return known;
+  is_known = true;
+  const nb::object capsule = nb::getattr(nb::handle(reinterpret_cast<PyObject*>(type)),
+                                         "__dlpack_c_exchange_api__", nb::none());
+  constexpr char kName[] = "dlpack_exchange_api";
+  if (PyCapsule_IsValid(capsule.ptr(), kName) == 0) return nullptr;
+  known = static_cast<const DlExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), kName));
+  while (known != nullptr && known->version.major > 1) known = known->previous;
+  if (known != nullptr && known->version.major != 1) known = nullptr;
+  return known;
+}
+
 }  // namespace
 
 bool is_torch(nb::handle object) {
-  PyObject* torch = PyDict_GetItemString(PyImport_GetModuleDict(), "torch");
-  if (torch == nullptr) return false;
-  const nb::object type = nb::getattr(nb::handle(torch), "Tensor", nb::none());
-  return PyType_Check(type.ptr()) != 0 && nb::isinstance(object, type);
+  PyTypeObject* type = torch_tensor_type();
+  return type != nullptr && PyObject_TypeCheck(object.ptr(), type) != 0;
+}
+
+void* torch_stream(int ordinal) {
+  void* stream = nullptr;
+  const DlExchangeApi* api = torch_exchange_api();
+  if (api != nullptr) {
+    if (api->current_work_stream(kDlCuda, ordinal, &stream) != 0) throw nb::python_error();
+    return stream;
+  }
+  const nb::object current =
+      nb::module_::import_("torch").attr("cuda").attr("current_stream")(ordinal);
+  return reinterpret_cast<void*>(nb::cast<uintptr_t>(current.attr("cuda_stream")));
 }
 
 ImportedTensor::ImportedTensor(const std::string& label, nb::handle object)
     : object_(nb::borrow(object)) {
   try {
     if (import_buffer(label, object)) {
+      finish(label);
+      return;
+    }
+    if (import_exchanged(label, object)) {
       finish(label);
       return;
     }
@@ -187,6 +231,32 @@ bool ImportedTensor::import_buffer(const std::string& label, nb::handle object) 
   return true;
 }
 
+// A tensor of torch itself, not of a class derived from it, which may be no memory at all. One that
+// needs a gradient goes the other way, where torch refuses it.
+bool ImportedTensor::import_exchanged(const std::string& label, nb::handle object) {
+  PyTypeObject* type = torch_tensor_type();
+  if (type == nullptr || Py_TYPE(object.ptr()) != type) return false;
+  const DlExchangeApi* api = torch_exchange_api();
+  if (api == nullptr || nb::object(object.attr("requires_grad")).is(Py_True)) return false;
+  DlManagedTensorVersioned* versioned = nullptr;
+  if (api->managed_tensor_from_object(object.ptr(), &versioned) != 0) {
+    PyErr_Clear();  // import_dlpack says why
+    return false;
+  }
+  hold(label, versioned);
+  return true;
+}
+
+void ImportedTensor::hold(const std::string& label, DlManagedTensorVersioned* versioned) {
+  versioned_ = versioned;
+  if (versioned->version.major != 1) {
+    refuse(label,
+           " gives DLPack of version " + std::to_string(versioned->version.major) + ", expected 1");
+  }
+  is_writable_ = (versioned->flags & kDlReadOnly) == 0;
+  take(label, versioned->tensor);
+}
+
 void ImportedTensor::import_dlpack(const std::string& label, nb::handle object) {
   nb::object capsule;
   try {
@@ -220,14 +290,8 @@ void ImportedTensor::import_dlpack(const std::string& label, nb::handle object) 
   if (PyCapsule_IsValid(capsule.ptr(), "dltensor_versioned") != 0) {
     auto* versioned = static_cast<DlManagedTensorVersioned*>(
         PyCapsule_GetPointer(capsule.ptr(), "dltensor_versioned"));
-    if (versioned->version.major != 1) {
-      refuse(label, " gives DLPack of version " + std::to_string(versioned->version.major) +
-                        ", expected 1");
-    }
-    versioned_ = versioned;
     PyCapsule_SetName(capsule.ptr(), "used_dltensor_versioned");
-    is_writable_ = (versioned->flags & kDlReadOnly) == 0;
-    take(label, versioned->tensor);
+    hold(label, versioned);
   } else if (PyCapsule_IsValid(capsule.ptr(), "dltensor") != 0) {
     managed_ = static_cast<DlManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
     PyCapsule_SetName(capsule.ptr(), "used_dltensor");

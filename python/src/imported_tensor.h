@@ -34,7 +34,9 @@ class ImportedTensor {
 
  private:
   bool import_buffer(const std::string& label, nanobind::handle object);
+  bool import_exchanged(const std::string& label, nanobind::handle object);
   void import_dlpack(const std::string& label, nanobind::handle object);
+  void hold(const std::string& label, DlManagedTensorVersioned* versioned);
   void take(const std::string& label, const DlTensor& tensor);
   void finish(const std::string& label);
   void release() noexcept;
@@ -53,5 +55,8 @@ class ImportedTensor {
 
 /// Whether `object` is a tensor of torch.
 bool is_torch(nanobind::handle object);
+
+/// The stream that torch uses now on a GPU; torch is imported.
+void* torch_stream(int ordinal);
 
 }  // namespace fovea::python

@@ -48,14 +48,6 @@ nb::object make_torch(DType dtype, const nb::tuple& shape, const std::string& de
                              nb::arg("device") = nb::str(device.c_str()));
 }
 
-// The stream that torch uses now on this GPU, or the default stream of the device.
-void* current_stream(bool uses_torch, int ordinal) {
-  if (!uses_torch) return nullptr;
-  const nb::object stream =
-      nb::module_::import_("torch").attr("cuda").attr("current_stream")(ordinal);
-  return reinterpret_cast<void*>(nb::cast<uintptr_t>(stream.attr("cuda_stream")));
-}
-
 }  // namespace
 
 PythonCallTensors::PythonCallTensors(std::string op, nb::dict inputs, nb::dict given,
@@ -187,8 +179,11 @@ void PythonCallTensors::run(size_t workspace_bytes,
                             const std::function<void(Workspace, Stream)>& work) {
   Stream stream;
   if (device_kind_ == DeviceKind::kCuda) {
-    stream.handle = stream_.is_none() ? current_stream(uses_torch_, ordinal_)
-                                      : reinterpret_cast<void*>(nb::cast<uintptr_t>(stream_));
+    if (!stream_.is_none()) {
+      stream.handle = reinterpret_cast<void*>(nb::cast<uintptr_t>(stream_));
+    } else if (uses_torch_) {
+      stream.handle = torch_stream(ordinal_);
+    }
   }
   const Device where = device(1);
   const nb::gil_scoped_release release;

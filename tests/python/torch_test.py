@@ -1,7 +1,9 @@
 """Tensors of torch: no copies, results of torch, the same bits as with numpy."""
 
 import gc
+import sys
 import unittest
+import weakref
 
 import backends_test
 import numpy as np
@@ -73,6 +75,32 @@ class TorchTest(Case):
         logits = torch.zeros(1, 4, requires_grad=True)
         with self.assertRaisesRegex(fovea.InvalidArgument, "topk_select: logits gives no DLPack tensor.*grad"):
             fovea.topk_select(logits, torch.ones(1, dtype=torch.int32), 2)
+
+
+    def test_tensors_that_are_no_memory_are_refused(self):
+        row_len, good = torch.ones(1, dtype=torch.int32), torch.zeros(1, 4)
+        wrong = [good.to_sparse(), good.to("meta"), good.double(), good.to(torch.complex64), good.t()[:, ::2], good[:, ::2],
+                 good.expand(3, 1, 1, 1, 1, 4)[None], torch.nn.Parameter(good)]  # fmt: skip
+        for logits in wrong:
+            with self.subTest(str(logits)), self.assertRaisesRegex(fovea.InvalidArgument, "topk_select: "):
+                fovea.topk_select(logits, row_len, 2)
+        frozen = torch.nn.Parameter(good, requires_grad=False)
+        self.assertEqual(fovea.topk_select(frozen, row_len, 2).tolist(), [[0, -1]])
+
+    def test_calls_keep_no_reference(self):
+        logits, row_len = torch.zeros(1, 4), torch.ones(1, dtype=torch.int32)
+        out = torch.zeros(1, 2, dtype=torch.int32)
+        before = [sys.getrefcount(tensor) for tensor in (logits, row_len, out)]
+        for _ in range(100):
+            fovea.topk_select(logits, row_len, 2, out=out)
+        self.assertEqual([sys.getrefcount(tensor) for tensor in (logits, row_len, out)], before)
+        weak, storage = weakref.ref(logits), logits.untyped_storage()
+        users = storage._use_count() if hasattr(storage, "_use_count") else None
+        fovea.topk_select(logits, row_len, 2, out=out)
+        self.assertEqual(storage._use_count() if users is not None else None, users)
+        del logits
+        gc.collect()
+        self.assertIsNone(weak())
 
 
 @unittest.skipIf(torch is None, "torch is not installed")
