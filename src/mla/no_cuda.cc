@@ -51,11 +51,21 @@ void swa_decode_cuda_portable(const SwaDecodeProblem&, const Device&, const SwaD
                               Workspace, Stream) {
   without_cuda("swa_decode");
 }
+size_t swa_decode_cuda_sm90_workspace(const SwaDecodeProblem&, const Device&) { return 0; }
+void swa_decode_cuda_sm90(const SwaDecodeProblem&, const Device&, const SwaDecodeTensors&,
+                          Workspace, Stream) {
+  without_cuda("swa_decode");
+}
 
 Refusal sparse_mla_cuda_supports(const SparseMlaProblem&) { return {}; }
 size_t sparse_mla_cuda_workspace(const SparseMlaProblem&, const Device&) { return 0; }
 void sparse_mla_cuda_portable(const SparseMlaProblem&, const Device&, const SparseMlaTensors&,
                               Workspace, Stream) {
+  without_cuda("sparse_mla");
+}
+size_t sparse_mla_cuda_sm90_workspace(const SparseMlaProblem&, const Device&) { return 0; }
+void sparse_mla_cuda_sm90(const SparseMlaProblem&, const Device&, const SparseMlaTensors&,
+                          Workspace, Stream) {
   without_cuda("sparse_mla");
 }
 

@@ -24,5 +24,10 @@ Refusal sparse_mla_cuda_supports(const SparseMlaProblem& problem);
 size_t sparse_mla_cuda_workspace(const SparseMlaProblem& problem, const Device& device);
 void sparse_mla_cuda_portable(const SparseMlaProblem& problem, const Device& device,
                               const SparseMlaTensors& tensors, Workspace workspace, Stream stream);
+/// For GPUs of compute capability 9.0; takes what cuda_portable takes.
+Refusal sparse_mla_cuda_sm90_preferred(const SparseMlaProblem& problem);
+size_t sparse_mla_cuda_sm90_workspace(const SparseMlaProblem& problem, const Device& device);
+void sparse_mla_cuda_sm90(const SparseMlaProblem& problem, const Device& device,
+                          const SparseMlaTensors& tensors, Workspace workspace, Stream stream);
 
 }  // namespace fovea::internal

@@ -16,6 +16,9 @@ constexpr char kOp[] = "swa_decode";
 constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 
 constexpr internal::Implementation<SwaDecodeProblem, SwaDecodeTensors> kImplementations[] = {
+    {"cuda_sm90", DeviceKind::kCuda, internal::cuda_sm90_available,
+     internal::swa_decode_cuda_supports, internal::swa_decode_cuda_sm90_workspace, nullptr,
+     internal::swa_decode_cuda_sm90, internal::swa_decode_cuda_sm90_preferred},
     {"cuda_portable", DeviceKind::kCuda, internal::cuda_available,
      internal::swa_decode_cuda_supports, internal::swa_decode_cuda_workspace, nullptr,
      internal::swa_decode_cuda_portable},
@@ -139,6 +142,10 @@ SparseMlaProblem swa_sparse_problem(const SwaDecodeProblem& problem) {
   sparse.empty_lse = problem.empty_lse;
   sparse.fixed_splits = problem.fixed_splits;
   return sparse;
+}
+
+Refusal swa_decode_cuda_sm90_preferred(const SwaDecodeProblem& problem) {
+  return sparse_mla_cuda_sm90_preferred(swa_sparse_problem(problem));
 }
 
 SwaMemory::SwaMemory(const SwaDecodeProblem& problem, WorkspaceCutter& cutter)

@@ -25,6 +25,10 @@ Refusal swa_decode_cuda_supports(const SwaDecodeProblem& problem);
 size_t swa_decode_cuda_workspace(const SwaDecodeProblem& problem, const Device& device);
 void swa_decode_cuda_portable(const SwaDecodeProblem& problem, const Device& device,
                               const SwaDecodeTensors& tensors, Workspace workspace, Stream stream);
+Refusal swa_decode_cuda_sm90_preferred(const SwaDecodeProblem& problem);
+size_t swa_decode_cuda_sm90_workspace(const SwaDecodeProblem& problem, const Device& device);
+void swa_decode_cuda_sm90(const SwaDecodeProblem& problem, const Device& device,
+                          const SwaDecodeTensors& tensors, Workspace workspace, Stream stream);
 
 /// Columns of a list that any row may look at.
 inline int64_t swa_columns(const SwaDecodeProblem& problem) {

@@ -29,6 +29,7 @@ struct Fiber {
   Lane lane;
   std::vector<Copy> copies;
   std::vector<std::vector<std::function<void()>>> series;  // of work, the last one open
+  const std::function<bool()>* needs = nullptr;
   const Barrier* waits_for = nullptr;
   uint64_t until = 0;
   unsigned exchanges = 0;
@@ -48,12 +49,16 @@ struct Block {
 };
 Block block;
 
+// Whether the arrival was the last one.
+bool arrive(Barrier& barrier, int threads) {
+  if (++barrier.count < threads) return false;
+  barrier.count = 0;
+  ++barrier.rounds;
+  return true;
+}
+
 void wait(Barrier& barrier, int threads) {
-  if (++barrier.count == threads) {
-    barrier.count = 0;
-    ++barrier.rounds;
-    return;
-  }
+  if (arrive(barrier, threads)) return;
   Fiber& fiber = *block.current;
   fiber.waits_for = &barrier;
   fiber.until = barrier.rounds + 1;
@@ -76,6 +81,7 @@ void run_fiber() {
 }
 
 bool may_run(const Fiber& fiber) {
+  if (fiber.needs != nullptr && !(*fiber.needs)()) return false;
   return !fiber.done && (fiber.waits_for == nullptr || fiber.waits_for->rounds >= fiber.until);
 }
 
@@ -106,6 +112,7 @@ void start_block(const Dim& at) {
         {static_cast<unsigned>(i), 0, 0}, at, {static_cast<unsigned>(block.fibers.size()), 1, 1}};
     fiber.copies.clear();
     fiber.series.assign(1, {});
+    fiber.needs = nullptr;
     fiber.waits_for = nullptr;
     fiber.exchanges = 0;
     fiber.done = false;
@@ -124,7 +131,16 @@ const Lane& lane() { return block.current->lane; }
 void wait_block(int barrier, int threads) {
   wait(block.barriers[barrier], threads > 0 ? threads : static_cast<int>(block.fibers.size()));
 }
+void arrive_block(int barrier, int threads) { arrive(block.barriers[barrier], threads); }
 void wait_warp() { wait(block.warps[lane().thread.x / 32], 32); }
+void wait_until(const std::function<bool()>& is_true) {
+  Fiber& fiber = *block.current;
+  while (!is_true()) {
+    fiber.needs = &is_true;
+    swapcontext(&fiber.context, &block.scheduler);
+    fiber.needs = nullptr;
+  }
+}
 
 // Two sets in turn: who shows the next value may be ahead of those that still read this one.
 unsigned char (*exchange_slots())[kExchangeBytes] {

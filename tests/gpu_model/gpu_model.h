@@ -32,8 +32,12 @@ const Lane& lane();
 
 /// Waits until `threads` threads have come to barrier 0..15 of the block; 0: all of the block.
 void wait_block(int barrier, int threads);
+/// Counts the thread in at such a barrier without waiting.
+void arrive_block(int barrier, int threads);
 /// The same for the lanes of a warp.
 void wait_warp();
+/// Lets the other threads go on until `is_true`.
+void wait_until(const std::function<bool()>& is_true);
 
 /// What a lane shows to its warp.
 inline constexpr int kExchangeBytes = 64;

@@ -2,9 +2,11 @@
 // those of the library.
 #include "tests/gpu_model/cuda_words.h"
 
+#define launch_fold launch_fold_on_model
 #define sparse_mla_cuda_supports sparse_mla_model_supports
 #define sparse_mla_cuda_workspace sparse_mla_model_workspace
 #define sparse_mla_cuda_portable sparse_mla_model_run
+#include "src/mla/cuda/sparse_mla_fold.cu"
 #include "src/mla/cuda/sparse_mla_portable.cu"
 
 namespace fovea::internal {
@@ -20,14 +22,10 @@ alignas(1024) thread_local uint8_t memory[256 << 10];  // shared memory of the b
 namespace fovea::test::gpu {
 
 void run_sparse_mla(SparseMlaProblem problem, const SparseMlaTensors& tensors) {
-  if (!problem.extra_row_format) problem.extra_row_format = problem.row_format;
-  if (!problem.extra_page_size) problem.extra_page_size = problem.page_size;
-  const Device device{DeviceKind::kCuda, 0};
   // Nothing is zero by itself.
   std::memset(internal::memory, 0xFF, sizeof(internal::memory));
-  HostBuffer scratch(internal::sparse_mla_model_workspace(problem, device));
-  if (scratch.bytes() > 0) std::memset(scratch.data(), 0xFF, scratch.bytes());
-  internal::sparse_mla_model_run(problem, device, tensors, scratch.workspace(), Stream{});
+  run_with_workspace(internal::sparse_mla_model_workspace, internal::sparse_mla_model_run, problem,
+                     tensors);
 }
 
 }  // namespace fovea::test::gpu

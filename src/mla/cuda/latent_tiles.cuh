@@ -438,45 +438,42 @@ __device__ void store_part(const Outputs& outputs, int64_t t, int64_t first_head
   }
 }
 
-inline constexpr int kFoldThreads = 128;
+inline constexpr int kFoldThreads = kValueDim / 4;
 
 // The parts of one (row, head), in their order, by kFoldThreads threads.
 template <class Turn>
 __device__ inline void fold_head(const Outputs& outputs, int64_t t, int64_t head, int64_t num_parts,
                                  const Turn& turn) {
+  const auto state = [&](int64_t p) { return outputs.part_state[outputs.part_index(t, p, head)]; };
   float largest = kNegInf;
-  for (int64_t p = 0; p < num_parts; ++p) {
-    largest = fmaxf(largest, outputs.part_state[outputs.part_index(t, p, head)].x);
-  }
-  const auto weight = [&](int64_t p) {
-    const float part_max = outputs.part_state[outputs.part_index(t, p, head)].x;
-    return part_max == largest ? 1.0f : exp2f((part_max - largest) * 1.44269504f);
-  };
+#pragma unroll 8
+  for (int64_t p = 0; p < num_parts; ++p) largest = fmaxf(largest, state(p).x);
+  const int d = 4 * threadIdx.x;
   float sum = 0;
+  float4 value = make_float4(0, 0, 0, 0);
+#pragma unroll 4
   for (int64_t p = 0; p < num_parts; ++p) {
-    sum = fmaf(outputs.part_state[outputs.part_index(t, p, head)].y, weight(p), sum);
+    const float2 part = state(p);
+    const float4 add = *reinterpret_cast<const float4*>(
+        outputs.part_values + outputs.part_index(t, p, head) * kValueDim + d);
+    const float weight = part.x == largest ? 1.0f : exp2f((part.x - largest) * 1.44269504f);
+    sum = fmaf(part.y, weight, sum);
+    value.x = fmaf(add.x, weight, value.x);
+    value.y = fmaf(add.y, weight, value.y);
+    value.z = fmaf(add.z, weight, value.z);
+    value.w = fmaf(add.w, weight, value.w);
   }
   const HeadResult result = finish_head(outputs, head, largest, sum);
   if (threadIdx.x == 0) store_head(outputs, t, head, result);
-  const auto value_of = [&](int d) {
-    float value = 0;
-    for (int64_t p = 0; p < num_parts; ++p) {
-      const int64_t at = outputs.part_index(t, p, head) * kValueDim + d;
-      value = fmaf(outputs.part_values[at], weight(p), value);
-    }
-    return result.factor == 0 ? 0.0f : result.factor * value;
+  bf16_t* const to = outputs.out.row(t, head) + d;
+  const auto store = [&](int i, float x, float y) {
+    const float2 pair =
+        result.factor == 0 ? make_float2(0, 0) : turn(d + i, result.factor * x, result.factor * y);
+    to[i] = bf16_from_float(pair.x);
+    to[i + 1] = bf16_from_float(pair.y);
   };
-  if constexpr (Turn::kTurns) {
-    for (int d = 2 * threadIdx.x; d < kValueDim; d += 2 * kFoldThreads) {
-      float2 pair = make_float2(value_of(d), value_of(d + 1));
-      if (result.factor != 0) pair = turn(d, pair.x, pair.y);
-      outputs.out(t, head, d) = bf16_from_float(pair.x);
-      outputs.out(t, head, d + 1) = bf16_from_float(pair.y);
-    }
-  } else {
-    for (int d = threadIdx.x; d < kValueDim; d += kFoldThreads)
-      outputs.out(t, head, d) = bf16_from_float(value_of(d));
-  }
+  store(0, value.x, value.y);
+  store(2, value.z, value.w);
 }
 
 // Memory of the parts; none for one part.

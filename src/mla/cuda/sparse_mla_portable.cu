@@ -5,9 +5,10 @@
 
 #include "src/core/access.h"
 #include "src/core/cuda/launch.cuh"
-#include "src/core/sink.h"
 #include "src/core/workspace.h"
 #include "src/mla/cuda/latent_tiles.cuh"
+#include "src/mla/cuda/listed_keys.cuh"
+#include "src/mla/cuda/sparse_mla_fold.cuh"
 #include "src/mla/sparse_mla_cache.h"
 #include "src/mla/sparse_mla_impl.h"
 #include "src/mla/sparse_mla_parts.h"
@@ -99,23 +100,13 @@ struct ExtendedSlots {
   int64_t t;
   std::conditional_t<kHasScales, KeyScales&, NoScales> scales;
 
-  __device__ bool is_primary(int64_t block) const { return block < parts.primary_blocks; }
-  __device__ const SparseMlaSegment& segment(int64_t block) const {
-    return extended.segments[is_primary(block) ? 0 : 1];
-  }
-  __device__ int64_t slot(int64_t block, int key) const {
-    return (is_primary(block) ? block : block - parts.primary_blocks) * kBlockSlots + key;
-  }
+  __device__ ListedKeys keys() const { return {extended.segments, parts, t}; }
   __device__ const RowLayout& layout(int64_t block) const {
-    return extended.params.segments[is_primary(block) ? 0 : 1].layout;
+    return extended.params.segments[keys().is_primary(block) ? 0 : 1].layout;
   }
-  __device__ int32_t place(int64_t block, int key) const {
-    const int64_t at = slot(block, key);
-    if (at >= (is_primary(block) ? parts.primary_slots : parts.extra_slots)) return -1;
-    return segment(block).place(t, at);
-  }
+  __device__ int32_t place(int64_t block, int key) const { return keys().place(block, key); }
   __device__ const uint8_t* row(int64_t block, int key, int32_t place) const {
-    const LatentAddress found = segment(block).address(slot(block, key), place);
+    const LatentAddress found = keys().address(block, key, place);
     if constexpr (kHasScales) scales.from[key] = found.scales;
     return found.row;
   }
@@ -193,25 +184,6 @@ __global__ void __launch_bounds__(kThreads, kHeads == 16 ? 2 : 1)
   }
 }
 
-__global__ void __launch_bounds__(kFoldThreads) fold(const __grid_constant__ Params params) {
-  const int64_t t = blockIdx.x / params.outputs.num_heads;
-  const int64_t head = blockIdx.x % params.outputs.num_heads;
-  const RowParts parts(params.segments[0].length(t), params.segments[1].length(t),
-                       params.outputs.num_parts);
-  if (parts.num_parts > 1) fold_head(params.outputs, t, head, parts.num_parts, NoTurn{});
-}
-
-__global__ void __launch_bounds__(kFoldThreads)
-    fold_extended(const __grid_constant__ ExtendedParams extended) {
-  const Outputs& outputs = extended.params.outputs;
-  const int64_t t = blockIdx.x / outputs.num_heads;
-  const int64_t head = blockIdx.x % outputs.num_heads;
-  const RowParts parts = extended_parts(extended, t);
-  if (parts.num_parts <= 1) return;
-  fold_head(outputs, t, head, parts.num_parts,
-            RowTurn{extended.rotations.row(t), extended.rope_dim});
-}
-
 // Whether a problem needs the extended kernels.
 bool is_extended(const SparseMlaProblem& problem) {
   const auto apart = [](RowFormat format) {
@@ -255,8 +227,7 @@ Segment device_segment(const SparseMlaSegment& from, bool may_stage) {
   to.page_stride_bytes = from.page_stride_bytes;
   to.layout.row_bytes = from.row_bytes;
   to.layout.format = from.format;
-  to.layout.aligned = reinterpret_cast<uintptr_t>(from.base) % 16 == 0 &&
-                      from.page_stride_bytes % 16 == 0 && from.row_bytes % 16 == 0;
+  to.layout.aligned = rows_are_aligned(from);
   to.layout.staged = may_stage && to.layout.aligned && from.format != RowFormat::kBf16;
   to.layout.bf16_scale = from.inv_scale.is_bf16;
   to.indices = from.indices.data;
@@ -330,19 +301,7 @@ void sparse_mla_cuda_portable(const SparseMlaProblem& problem, const Device& dev
   params.scores = {static_cast<float>(logit_scale(problem)), problem.logit_cap};
   params.num_rows = num_rows;
   params.head_groups = (problem.num_heads + heads - 1) / heads;
-  Outputs& outputs = params.outputs;
-  outputs.sink = static_cast<const float*>(tensors.sink.data);
-  outputs.out = access<bf16_t, 3>(tensors.out);
-  outputs.out_aligned = pairs_are_aligned(outputs.out);
-  outputs.lse = access<float, 2>(tensors.lse);
-  outputs.max_logits = access<float, 2>(tensors.max_logits);
-  outputs.num_heads = problem.num_heads;
-  outputs.num_parts = num_parts;
-  outputs.value_scale = problem.k_scale;
-  outputs.empty_lse = problem.empty_lse == EmptyLse::kPosInf ? -kNegInf : kNegInf;
-  const PartMemory memory(problem.max_rows, problem.num_heads, outputs.num_parts, cutter);
-  outputs.part_values = memory.values;
-  outputs.part_state = memory.state;
+  params.outputs = part_outputs(problem, tensors, num_parts, cutter);
   if (heads == 64) {
     launch_attend<64>(problem, extended, stream);
   } else if (heads == 32) {
@@ -350,14 +309,11 @@ void sparse_mla_cuda_portable(const SparseMlaProblem& problem, const Device& dev
   } else {
     launch_attend<16>(problem, extended, stream);
   }
-  if (outputs.num_parts <= 1) return;
-  const cuda::LaunchShape shape{dim3(static_cast<unsigned>(params.num_rows * problem.num_heads)),
-                                dim3(kFoldThreads)};
-  if (is_extended(problem)) {
-    cuda::launch("sparse_mla", fold_extended, shape, stream, extended);
-  } else {
-    cuda::launch("sparse_mla", fold, shape, stream, params);
-  }
+  launch_fold({{extended.segments[0], extended.segments[1]},
+               params.outputs,
+               extended.rotations,
+               extended.rope_dim},
+              num_rows, stream);
 }
 
 }  // namespace fovea::internal

@@ -30,18 +30,11 @@ __global__ void __launch_bounds__(kThreads) narrow(const __grid_constant__ Param
       narrow_index(params.indices[t * params.index_stride + (i - t * params.columns)]);
 }
 
-}  // namespace
+using SparseLaunch = void (*)(const SparseMlaProblem&, const Device&, const SparseMlaTensors&,
+                              Workspace, Stream);
 
-Refusal swa_decode_cuda_supports(const SwaDecodeProblem& problem) {
-  return sparse_mla_cuda_supports(swa_sparse_problem(problem));
-}
-
-size_t swa_decode_cuda_workspace(const SwaDecodeProblem& problem, const Device& device) {
-  return swa_memory_bytes(problem) + sparse_mla_cuda_workspace(swa_sparse_problem(problem), device);
-}
-
-void swa_decode_cuda_portable(const SwaDecodeProblem& problem, const Device& device,
-                              const SwaDecodeTensors& tensors, Workspace workspace, Stream stream) {
+void launch_by(SparseLaunch attend, const SwaDecodeProblem& problem, const Device& device,
+               const SwaDecodeTensors& tensors, Workspace workspace, Stream stream) {
   const cuda::DeviceScope scope(device.ordinal);
   WorkspaceCutter cutter(workspace);
   const SwaMemory memory(problem, cutter);
@@ -60,9 +53,31 @@ void swa_decode_cuda_portable(const SwaDecodeProblem& problem, const Device& dev
         {dim3(cuda::grid_blocks(params.num_rows * params.columns, kThreads)), dim3(kThreads)},
         stream, params);
   }
-  sparse_mla_cuda_portable(swa_sparse_problem(problem), device,
-                           swa_sparse_tensors(problem, tensors, memory),
-                           behind_swa_memory(problem, workspace), stream);
+  attend(swa_sparse_problem(problem), device, swa_sparse_tensors(problem, tensors, memory),
+         behind_swa_memory(problem, workspace), stream);
+}
+
+}  // namespace
+
+Refusal swa_decode_cuda_supports(const SwaDecodeProblem& problem) {
+  return sparse_mla_cuda_supports(swa_sparse_problem(problem));
+}
+
+size_t swa_decode_cuda_workspace(const SwaDecodeProblem& problem, const Device& device) {
+  return swa_memory_bytes(problem) + sparse_mla_cuda_workspace(swa_sparse_problem(problem), device);
+}
+size_t swa_decode_cuda_sm90_workspace(const SwaDecodeProblem& problem, const Device& device) {
+  return swa_memory_bytes(problem) +
+         sparse_mla_cuda_sm90_workspace(swa_sparse_problem(problem), device);
+}
+
+void swa_decode_cuda_portable(const SwaDecodeProblem& problem, const Device& device,
+                              const SwaDecodeTensors& tensors, Workspace workspace, Stream stream) {
+  launch_by(sparse_mla_cuda_portable, problem, device, tensors, workspace, stream);
+}
+void swa_decode_cuda_sm90(const SwaDecodeProblem& problem, const Device& device,
+                          const SwaDecodeTensors& tensors, Workspace workspace, Stream stream) {
+  launch_by(sparse_mla_cuda_sm90, problem, device, tensors, workspace, stream);
 }
 
 }  // namespace fovea::internal

@@ -12,5 +12,6 @@ void copy_async(void* to, const void* from, bool present) {
 }
 inline void wait_for_copies() { test::gpu::finish_copies(); }
 inline void sync_some(int barrier, int threads) { test::gpu::wait_block(barrier, threads); }
+inline void arrive_some(int barrier, int threads) { test::gpu::arrive_block(barrier, threads); }
 
 }  // namespace fovea::internal::cuda

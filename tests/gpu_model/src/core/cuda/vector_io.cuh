@@ -13,6 +13,8 @@ float load_float(const uint8_t* from) {
   return value;
 }
 
+inline void prefetch_l2(const void*) {}
+
 inline bool is_aligned(const void* data, uintptr_t bytes) {
   return reinterpret_cast<uintptr_t>(data) % bytes == 0;
 }

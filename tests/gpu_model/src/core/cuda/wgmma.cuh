@@ -48,6 +48,7 @@ inline void wgmma_commit() { test::gpu::close_work(); }
 template <int kPending>
 void wgmma_wait() {
   test::gpu::finish_work(kPending);
+  test::gpu::wait_warp();  // products are those of whole warps
 }
 inline void shared_stores_before_wgmma() {}
 template <int kN>

@@ -1,0 +1,56 @@
+#pragma once
+
+#include <cstdint>
+
+#include "src/core/cuda/mma.cuh"
+
+/// What warps with different tasks need (compute capability 9.0, code for sm_90a): barriers in
+/// shared memory that are waited for by phase, and registers that warpgroups hand to each other.
+namespace fovea::internal::cuda {
+
+/// Eight bytes of shared memory, aligned. A phase ends with the arrival that completes `arrivals`;
+/// phases count from 0.
+struct Mbarrier {
+  uint64_t state;
+};
+
+/// By one thread, before __syncthreads().
+__device__ inline void mbarrier_init(Mbarrier& barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)),
+               "r"(arrivals)
+               : "memory");
+}
+
+/// What the thread has read and written comes before whatever follows a wait for this phase.
+__device__ inline void mbarrier_arrive(Mbarrier& barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier))
+               : "memory");
+}
+
+/// Waits until phase `phase` is over. It must be the one under way or the last before it: barriers
+/// know odd from even only.
+__device__ inline void mbarrier_wait(Mbarrier& barrier, int64_t phase) {
+  const uint32_t parity = static_cast<uint32_t>(phase) & 1;
+  uint32_t over = 0;
+  while (over == 0) {
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}\n"
+        : "=r"(over)
+        : "r"(shared_address(&barrier)), "r"(parity)
+        : "memory");
+  }
+}
+
+/// Sets the registers of each thread of the warpgroup that calls it; a multiple of 8. Together the
+/// warpgroups of a block may hold what they had at the launch; one that takes waits for it.
+template <int kRegisters>
+__device__ inline void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ inline void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+}  // namespace fovea::internal::cuda

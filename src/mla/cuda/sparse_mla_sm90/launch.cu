@@ -1,0 +1,90 @@
+#include <algorithm>
+
+#include "src/core/access.h"
+#include "src/core/cuda/launch.cuh"
+#include "src/core/workspace.h"
+#include "src/mla/cuda/sparse_mla_fold.cuh"
+#include "src/mla/cuda/sparse_mla_sm90/kernel.cuh"
+#include "src/mla/sparse_mla_impl.h"
+
+namespace fovea::internal {
+namespace {
+
+using namespace sparse_sm90;
+
+constexpr int64_t kMaxRowParts = 32;
+
+int64_t groups_of_heads(const SparseMlaProblem& problem) {
+  return (problem.num_heads + kHeads - 1) / kHeads;
+}
+
+// The number of parts with the least time, by the bound of the rows alone, in units of a tile: a
+// block takes about two before its first tile and after its last, the fold two and an eighth a
+// part.
+int64_t parts_of(const SparseMlaProblem& problem, const Device& device) {
+  const int64_t tiles = RowParts(problem.topk, problem.extra_topk, 1).num_blocks;
+  if (problem.fixed_splits > 0) return std::max<int64_t>(1, std::min(problem.fixed_splits, tiles));
+  const int64_t num_sms = cuda::device_facts(device.ordinal).num_sms;
+  // More rows than that fill every device, whatever their number.
+  const int64_t rows = std::min<int64_t>(problem.max_rows, 64 * num_sms);
+  int64_t best = 1, least = 0;
+  for (int64_t parts = 1; parts <= std::min(tiles, kMaxRowParts); ++parts) {
+    const int64_t blocks = rows * groups_of_heads(problem) * parts;
+    const int64_t rounds = (blocks + num_sms - 1) / num_sms;
+    const int64_t eighths =
+        8 * rounds * ((tiles + parts - 1) / parts + 2) + (parts > 1 ? 16 + parts : 0);
+    if (parts > 1 && eighths >= least) continue;
+    best = parts;
+    least = eighths;
+  }
+  return best;
+}
+
+RowLayout layout_of(const SparseMlaSegment& segment) {
+  RowLayout layout{};
+  layout.row_bytes = segment.row_bytes;
+  layout.format = segment.format;
+  layout.aligned = latent::rows_are_aligned(segment);
+  layout.bf16_scale = segment.inv_scale.is_bf16;
+  return layout;
+}
+
+}  // namespace
+
+size_t sparse_mla_cuda_sm90_workspace(const SparseMlaProblem& problem, const Device& device) {
+  WorkspaceCutter cutter({});
+  latent::PartMemory(problem.max_rows, problem.num_heads, parts_of(problem, device), cutter);
+  return cutter.used_bytes();
+}
+
+void sparse_mla_cuda_sm90(const SparseMlaProblem& problem, const Device& device,
+                          const SparseMlaTensors& tensors, Workspace workspace, Stream stream) {
+  const cuda::DeviceScope scope(device.ordinal);
+  const int64_t num_rows = tensors.q.shape[0], num_parts = parts_of(problem, device);
+  WorkspaceCutter cutter(workspace);
+  Params params{};
+  params.queries = latent::device_queries(tensors.q);
+  params.segments[0] = primary_segment(problem, tensors);
+  params.segments[1] = extra_segment(problem, tensors);
+  for (int i = 0; i < 2; ++i) params.layouts[i] = layout_of(params.segments[i]);
+  params.scores = {static_cast<float>(logit_scale(problem)), problem.logit_cap};
+  params.outputs = latent::part_outputs(problem, tensors, num_parts, cutter);
+  params.rotations = InverseRotations(tensors);
+  params.rope_dim = static_cast<int>(problem.inverse_rope_dim);
+  params.head_groups = groups_of_heads(problem);
+  cuda::LaunchShape shape{
+      dim3(static_cast<unsigned>(num_rows * params.head_groups), static_cast<unsigned>(num_parts)),
+      dim3(kThreads)};
+  if (problem.head_dim_qk == 576) {
+    shape.shared_bytes = sizeof(SharedMemory<576>);
+    cuda::launch("sparse_mla", attend<576>, shape, stream, params);
+  } else {
+    shape.shared_bytes = sizeof(SharedMemory<512>);
+    cuda::launch("sparse_mla", attend<512>, shape, stream, params);
+  }
+  latent::launch_fold(
+      {{params.segments[0], params.segments[1]}, params.outputs, params.rotations, params.rope_dim},
+      num_rows, stream);
+}
+
+}  // namespace fovea::internal

@@ -1,0 +1,143 @@
+// The kernels of sparse_mla for compute capability 9.0, run by the model of a GPU, against the
+// formula.
+
+#include <gtest/gtest.h>
+
+#include <limits>
+
+#include "tests/gpu_model/gpu_model.h"
+#include "tests/gpu_model/sparse_mla_model.h"
+#include "tests/mla/sparse_mla_case.h"
+
+namespace fovea {
+namespace {
+
+using test::CacheSpec;
+using test::CaseSpec;
+using test::Outputs;
+using test::SparseMlaCase;
+
+class SparseMlaSm90Model : public testing::Test {
+ protected:
+  void TearDown() override { test::gpu::settings() = {}; }
+
+  static Outputs run(SparseMlaCase& test_case) {
+    return test_case.run_by(test::gpu::run_sparse_mla_sm90);
+  }
+  static void expect_formula(const CaseSpec& spec) {
+    SparseMlaCase test_case(spec);
+    EXPECT_TRUE(test_case.matches(run(test_case)))
+        << to_string(spec.primary.format) << " + " << to_string(spec.extra.format) << ", heads "
+        << spec.heads << ", page padding " << spec.primary.page_pad << ", seed " << spec.seed;
+  }
+};
+
+CacheSpec cache_of(RowFormat format, int64_t page_size, int64_t topk, int64_t page_pad) {
+  CacheSpec cache{format, page_size, (160 + page_size - 1) / page_size * page_size, topk, true};
+  cache.page_pad = page_pad;
+  cache.bf16_scale = page_size % 2 == 1;
+  return cache;
+}
+
+// Rows at any address and at multiples of 16 bytes; up to five tiles, of both caches.
+TEST_F(SparseMlaSm90Model, FollowsTheFormulaForEveryFormatAndAlignment) {
+  uint64_t seed = 0;
+  for (const RowFormat format :
+       {RowFormat::kV4, RowFormat::kR512, RowFormat::kV32, RowFormat::kF576, RowFormat::kBf16}) {
+    const bool narrow = format == RowFormat::kV4 || format == RowFormat::kR512;
+    for (const int64_t page_pad : {19, 32}) {
+      const CacheSpec flat{RowFormat::kBf16, 0, 90, 70, true};
+      const bool mixed = page_pad == 19;
+      test::gpu::settings().seed = static_cast<unsigned>(++seed);
+      expect_formula({.rows = 2,
+                      .heads = 5,
+                      .head_dim_qk = narrow ? 512 : 576,
+                      .primary = cache_of(format, 2, 190, page_pad),
+                      .extra = mixed ? flat : cache_of(format, 16, 70, page_pad),
+                      .sink = true,
+                      .fixed_splits = mixed ? 2 : 1,
+                      .seed = seed});
+    }
+  }
+}
+
+TEST_F(SparseMlaSm90Model, FollowsTheFormulaForGroupsOfHeadsAndManyTiles) {
+  for (const int64_t heads : {64, 70}) {
+    CacheSpec cache = cache_of(heads == 64 ? RowFormat::kV32 : RowFormat::kBf16, 4, 430, 0);
+    cache.lengths = false;
+    expect_formula({.rows = 1,
+                    .heads = heads,
+                    .primary = cache,
+                    .fixed_splits = 1,
+                    .seed = static_cast<uint64_t>(heads)});
+  }
+}
+
+TEST_F(SparseMlaSm90Model, CapsTheLogits) {
+  for (const float cap : {1.0f, 30.0f, 1e-3f}) {
+    expect_formula({.rows = 2,
+                    .heads = 9,
+                    .primary = {RowFormat::kBf16, 0, 90, 80},
+                    .logit_cap = cap,
+                    .q_scale = 8.0f});
+  }
+}
+
+TEST_F(SparseMlaSm90Model, PageTablesAndRotationsFollowTheFormula) {
+  uint64_t seed = 50;
+  for (const RowFormat format : {RowFormat::kV4, RowFormat::kR512, RowFormat::kBf16}) {
+    CacheSpec extra = cache_of(format, 2, 130, format == RowFormat::kV4 ? 32 : 19);
+    extra.lengths = false;
+    extra.max_pages = 60;
+    expect_formula({.rows = 4,
+                    .heads = 5,
+                    .head_dim_qk = 512,
+                    .primary = cache_of(RowFormat::kV4, 64, 70, 0),
+                    .extra = extra,
+                    .sink = true,
+                    .fixed_splits = format == RowFormat::kV4 ? 1 : 3,
+                    .rope_dim = format == RowFormat::kV4 ? 64 : 512,
+                    .seed = ++seed});
+  }
+}
+
+TEST_F(SparseMlaSm90Model, EmptyRowsAndEmptyTilesHaveNoWeight) {
+  expect_formula({.rows = 3,
+                  .heads = 9,
+                  .primary = {RowFormat::kBf16, 0, 10, 130},
+                  .sink = true,
+                  .invalid_share = 1.0});
+  expect_formula({.rows = 2, .heads = 3, .primary = {RowFormat::kBf16, 0, 10, 0}});
+  SparseMlaCase test_case(
+      {.rows = 2, .heads = 4, .primary = {RowFormat::kV32, 2, 100, 330, false, false, 0, 32}});
+  for (int64_t slot = 0; slot < 128; ++slot) test_case.index(0, 1, slot) = -1;
+  for (int64_t slot = 256; slot < 330; ++slot) test_case.index(0, 0, slot) = -1;
+  EXPECT_TRUE(test_case.matches(run(test_case)));
+}
+
+TEST_F(SparseMlaSm90Model, NoOrderOfTheThreadsChangesABit) {
+  SparseMlaCase test_case({.rows = 1,
+                           .heads = 20,
+                           .head_dim_qk = 512,
+                           .primary = cache_of(RowFormat::kV4, 16, 250, 0),
+                           .extra = cache_of(RowFormat::kR512, 16, 140, 0),
+                           .fixed_splits = 1});
+  const Outputs first = run(test_case);
+  for (const unsigned seed : {2U, 3U, 4U}) {
+    test::gpu::settings().seed = seed;
+    EXPECT_TRUE(SameBits(run(test_case), first));
+  }
+}
+
+TEST_F(SparseMlaSm90Model, NanStaysInItsHead) {
+  SparseMlaCase test_case({.rows = 1, .heads = 9, .primary = {RowFormat::kBf16, 0, 90, 70}});
+  test_case.set_q(0, 4, 100, std::numeric_limits<float>::quiet_NaN());
+  const Outputs outputs = run(test_case);
+  for (size_t h = 0; h < 9; ++h) {
+    EXPECT_EQ(std::isnan(outputs.lse[h]), h == 4);
+    for (size_t d = 0; d < 512; ++d) ASSERT_EQ(std::isnan(outputs.out[h * 512 + d]), h == 4);
+  }
+}
+
+}  // namespace
+}  // namespace fovea
