@@ -3,9 +3,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cctype>
 #include <charconv>
 #include <cmath>
+#include <cstddef>
 
 #include "fovea/error.h"
 
@@ -13,13 +15,22 @@ namespace fovea::internal {
 namespace {
 
 struct AxisTerm {
-  std::string name;    // empty: a number; "?": any extent
-  int64_t number = 0;  // the extent, or what is added to the named axis
+  std::string_view name;  // empty: a number; "?": any extent
+  int64_t number = 0;     // the extent, or what is added to the named axis
 };
 
+// Views of the text of a declaration: nothing is allocated, as every tensor of every call has one.
 struct Declaration {
-  std::vector<std::string> types;
-  std::vector<AxisTerm> axes;
+  static constexpr size_t kMaxTypes = 3;
+  std::array<std::string_view, kMaxTypes> types;
+  size_t num_types = 0;
+  std::array<AxisTerm, kMaxRank> axes;
+  size_t num_axes = 0;
+
+  bool has_type(std::string_view type) const {
+    const auto end = types.begin() + static_cast<std::ptrdiff_t>(num_types);
+    return std::find(types.begin(), end, type) != end;
+  }
 };
 
 AxisTerm parse_axis(std::string_view text) {
@@ -35,41 +46,44 @@ AxisTerm parse_axis(std::string_view text) {
   return term;
 }
 
-// Declarations are literals of the bindings, so malformed ones are not looked for.
-Declaration parse(const std::string& text) {
+// Declarations are literals of the bindings, so malformed ones are not looked for. `text` outlives
+// the result.
+Declaration parse(std::string_view text) {
   Declaration result;
   const size_t open = text.find('[');
-  std::string_view types = std::string_view(text).substr(0, text.find(' '));
-  while (!types.empty()) {
+  std::string_view types = text.substr(0, text.find(' '));
+  while (!types.empty() && result.num_types < Declaration::kMaxTypes) {
     const size_t bar = std::min(types.find('|'), types.size());
-    result.types.emplace_back(types.substr(0, bar));
+    result.types[result.num_types++] = types.substr(0, bar);
     types.remove_prefix(std::min(bar + 1, types.size()));
   }
-  std::string_view axes = std::string_view(text).substr(open + 1, text.size() - open - 2);
-  while (!axes.empty()) {
+  std::string_view axes = text.substr(open + 1, text.size() - open - 2);
+  while (!axes.empty() && result.num_axes < result.axes.size()) {
     const size_t comma = std::min(axes.find(','), axes.size());
     std::string_view axis = axes.substr(0, comma);
     while (axis.starts_with(' ')) axis.remove_prefix(1);
-    result.axes.push_back(parse_axis(axis));
+    result.axes[result.num_axes++] = parse_axis(axis);
     axes.remove_prefix(std::min(comma + 1, axes.size()));
   }
   return result;
 }
 
-DType parse_dtype(const std::string& word) {
+DType parse_dtype(std::string_view word) {
   for (const DType dtype : {DType::kU8, DType::kI32, DType::kI64, DType::kF32, DType::kBf16}) {
     if (to_string(dtype) == word) return dtype;
   }
-  throw Error(ErrorCode::kInternal, "a binding declares the type '" + word + "'");
-}
-
-std::string list(const std::set<std::string>& names) {
-  std::string text;
-  for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
-  return text.empty() ? "none" : text;
+  throw Error(ErrorCode::kInternal, "a binding declares the type '" + std::string(word) + "'");
 }
 
 }  // namespace
+
+std::string NameSet::list() const {
+  std::vector<std::string> sorted = names_;
+  std::sort(sorted.begin(), sorted.end());
+  std::string text;
+  for (const std::string& name : sorted) text += (text.empty() ? "" : ", ") + name;
+  return text.empty() ? "none" : text;
+}
 
 NamedCall::NamedCall(std::string op, CallTensors& tensors, const Json& params, const Device& device,
                      const Options& options)
@@ -85,17 +99,16 @@ void NamedCall::refuse(const std::string& what) const {
 }
 
 void NamedCall::match(const std::string& name, const ConstTensorView& tensor,
-                      const std::string& declaration) {
+                      std::string_view declaration) {
   const Declaration expected = parse(declaration);
   const auto mismatch = [&](const std::string& detail) {
-    refuse(name + " = " + to_string(tensor) + ", expected " + declaration + detail);
+    refuse(name + " = " + to_string(tensor) + ", expected " + std::string(declaration) + detail);
   };
-  const std::string type(to_string(tensor.dtype));
-  if (std::find(expected.types.begin(), expected.types.end(), type) == expected.types.end() ||
-      tensor.rank != static_cast<int>(expected.axes.size())) {
+  if (!expected.has_type(to_string(tensor.dtype)) ||
+      tensor.rank != static_cast<int>(expected.num_axes)) {
     mismatch("");
   }
-  for (size_t i = 0; i < expected.axes.size(); ++i) {
+  for (size_t i = 0; i < expected.num_axes; ++i) {
     const AxisTerm& term = expected.axes[i];
     if (term.name == "?") continue;
     if (term.name.empty()) {
@@ -104,27 +117,30 @@ void NamedCall::match(const std::string& name, const ConstTensorView& tensor,
     }
     const int64_t found = tensor.shape[i] - term.number;
     if (found < 0) mismatch("");
-    const auto [axis, is_new] = axes_.try_emplace(term.name, Axis{found, name});
-    if (!is_new && axis->second.extent != found) {
-      mismatch(" with " + term.name + " = " + std::to_string(axis->second.extent) + " from " +
+    const auto axis = axes_.find(term.name);
+    if (axis == axes_.end()) {
+      axes_.emplace(term.name, Axis{found, name});
+    } else if (axis->second.extent != found) {
+      mismatch(" with " + axis->first + " = " + std::to_string(axis->second.extent) + " from " +
                axis->second.source);
     }
   }
 }
 
-void NamedCall::expect(const std::string& name, const std::string& declaration) {
+void NamedCall::expect(const std::string& name, std::string_view declaration) {
   known_tensors_.insert(name);
   const ConstTensorView tensor = tensors_.find(name);
-  if (!tensor.defined()) refuse("the tensor " + name + " is missing, expected " + declaration);
+  if (!tensor.defined())
+    refuse("the tensor " + name + " is missing, expected " + std::string(declaration));
   match(name, tensor, declaration);
 }
 
-ConstTensorView NamedCall::in(const std::string& name, const std::string& declaration) {
+ConstTensorView NamedCall::in(const std::string& name, std::string_view declaration) {
   expect(name, declaration);
   return tensors_.input(name);
 }
 
-ConstTensorView NamedCall::opt(const std::string& name, const std::string& declaration) {
+ConstTensorView NamedCall::opt(const std::string& name, std::string_view declaration) {
   known_tensors_.insert(name);
   const ConstTensorView tensor = tensors_.find(name);
   if (!tensor.defined()) return {};
@@ -133,12 +149,13 @@ ConstTensorView NamedCall::opt(const std::string& name, const std::string& decla
 }
 
 std::vector<int64_t> NamedCall::output_shape(const std::string& name,
-                                             const std::string& declaration) {
+                                             std::string_view declaration) {
   const Declaration expected = parse(declaration);
   auto bytes = static_cast<int64_t>(size_of(parse_dtype(expected.types.front())));
   std::vector<int64_t> shape;
   bool fits = true;
-  for (const AxisTerm& term : expected.axes) {
+  for (size_t i = 0; i < expected.num_axes; ++i) {
+    const AxisTerm& term = expected.axes[i];
     shape.push_back(term.name.empty() ? term.number : extent(term.name) + term.number);
     fits = fits && !__builtin_mul_overflow(bytes, shape.back(), &bytes);
   }
@@ -155,7 +172,7 @@ std::vector<int64_t> NamedCall::output_shape(const std::string& name,
   return shape;
 }
 
-TensorView NamedCall::out(const std::string& name, const std::string& declaration) {
+TensorView NamedCall::out(const std::string& name, std::string_view declaration) {
   known_outputs_.insert(name);
   const TensorView given = tensors_.given_output(name);
   if (given.defined()) {
@@ -166,12 +183,12 @@ TensorView NamedCall::out(const std::string& name, const std::string& declaratio
   return tensors_.output(name, dtype, output_shape(name, declaration));
 }
 
-TensorView NamedCall::out_if_wanted(const std::string& name, const std::string& declaration) {
+TensorView NamedCall::out_if_wanted(const std::string& name, std::string_view declaration) {
   known_outputs_.insert(name);
   return is_given(name) || tensors_.wants(name) ? out(name, declaration) : TensorView{};
 }
 
-TensorView NamedCall::update(const std::string& name, const std::string& declaration) {
+TensorView NamedCall::update(const std::string& name, std::string_view declaration) {
   expect(name, declaration);
   return tensors_.update(name);
 }
@@ -198,10 +215,11 @@ void NamedCall::out_lists(
   }
 }
 
-int64_t NamedCall::extent(const std::string& axis) const {
+int64_t NamedCall::extent(std::string_view axis) const {
   const auto found = axes_.find(axis);
   if (found == axes_.end()) {
-    throw Error(ErrorCode::kInternal, op_ + ": the binding never fixes the axis " + axis);
+    throw Error(ErrorCode::kInternal,
+                op_ + ": the binding never fixes the axis " + std::string(axis));
   }
   return found->second.extent;
 }
@@ -282,7 +300,7 @@ std::optional<size_t> NamedCall::find_word(const std::string& name,
 
 void NamedCall::unused(std::initializer_list<std::string> tensors, const std::string& why) {
   for (const std::string& name : tensors) {
-    const bool is_new = known_tensors_.insert(name).second;
+    const bool is_new = known_tensors_.insert(name);
     if (!is_new || !has(name)) continue;
     std::string note = op_;
     note.append(": the tensor ").append(name).append(" is not used ").append(why);
@@ -312,12 +330,12 @@ void NamedCall::refuse_unknown_names() const {
   for (const std::string& name : tensors_.names()) {
     if (!known_tensors_.contains(name)) {
       refuse("unknown tensor '" + name +
-             "'; with these parameters it takes: " + list(known_tensors_));
+             "'; with these parameters it takes: " + known_tensors_.list());
     }
   }
   for (const auto& [name, value] : params_.members()) {
     if (!known_params_.contains(name)) {
-      refuse("unknown parameter '" + name + "'; it takes: " + list(known_params_));
+      refuse("unknown parameter '" + name + "'; it takes: " + known_params_.list());
     }
   }
 }
@@ -326,7 +344,7 @@ void NamedCall::refuse_unknown_outputs() const {
   for (const std::string& name : tensors_.given_outputs()) {
     if (!known_outputs_.contains(name)) {
       refuse("unknown output '" + name +
-             "'; with these parameters it has: " + list(known_outputs_));
+             "'; with these parameters it has: " + known_outputs_.list());
     }
   }
 }

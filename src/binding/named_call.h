@@ -1,10 +1,11 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <initializer_list>
 #include <map>
 #include <optional>
-#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -18,6 +19,26 @@
 #include "fovea/tensor.h"
 
 namespace fovea::internal {
+
+/// A few names, in one piece of memory: every call builds three of them.
+class NameSet {
+ public:
+  /// Whether the name is new.
+  bool insert(std::string_view name) {
+    if (contains(name)) return false;
+    if (names_.empty()) names_.reserve(32);
+    names_.emplace_back(name);
+    return true;
+  }
+  bool contains(std::string_view name) const {
+    return std::find(names_.begin(), names_.end(), name) != names_.end();
+  }
+  /// The names, sorted, with commas between them.
+  std::string list() const;
+
+ private:
+  std::vector<std::string> names_;
+};
 
 /// Maps tensors and parameters by name to the structs of an operator, so that a binding reads like
 /// its row of docs/run.md:
@@ -41,22 +62,22 @@ class NamedCall {
             const Options& options);
 
   // Tensors, in the order of the table.
-  ConstTensorView in(const std::string& name, const std::string& declaration);
+  ConstTensorView in(const std::string& name, std::string_view declaration);
   /// An undefined view when absent.
-  ConstTensorView opt(const std::string& name, const std::string& declaration);
+  ConstTensorView opt(const std::string& name, std::string_view declaration);
   /// The elements of an i32 input on the host.
   const int32_t* values(const std::string& name) const { return tensors_.values(name); }
   /// Whether to size results by the contents of lengths where there is a bound too.
   bool sized_by_contents() const { return tensors_.sized_by_contents(); }
   /// An output: the caller's tensor, or a zero-filled one, for which every axis must be known.
-  TensorView out(const std::string& name, const std::string& declaration);
+  TensorView out(const std::string& name, std::string_view declaration);
   /// The same for a result that an operator may leave out: undefined when the caller does not want
   /// it.
-  TensorView out_if_wanted(const std::string& name, const std::string& declaration);
+  TensorView out_if_wanted(const std::string& name, std::string_view declaration);
   /// Whether the caller brings the memory of an output, whose axes may then be any.
   bool is_given(const std::string& name) const { return tensors_.given_output(name).defined(); }
   /// An input that is changed.
-  TensorView update(const std::string& name, const std::string& declaration);
+  TensorView update(const std::string& name, std::string_view declaration);
   bool has(const std::string& name) const { return tensors_.find(name).defined(); }
   /// kNone when absent.
   DType dtype_of(const std::string& name) const { return tensors_.find(name).dtype; }
@@ -64,7 +85,7 @@ class NamedCall {
   int rank_of(const std::string& name) const { return tensors_.find(name).rank; }
 
   // Axes.
-  int64_t extent(const std::string& axis) const;
+  int64_t extent(std::string_view axis) const;
   /// Fixes an axis that no tensor names; negative extents are refused under `source`.
   void set_extent(const std::string& axis, int64_t extent, const std::string& source);
 
@@ -131,17 +152,16 @@ class NamedCall {
   };
 
   /// Requires the tensor.
-  void expect(const std::string& name, const std::string& declaration);
+  void expect(const std::string& name, std::string_view declaration);
   const Json* param(const std::string& name, bool required);
   std::optional<size_t> find_word(const std::string& name,
                                   const std::vector<std::string_view>& words,
                                   const std::vector<std::string_view>& later, bool has_default);
-  void match(const std::string& name, const ConstTensorView& tensor,
-             const std::string& declaration);
+  void match(const std::string& name, const ConstTensorView& tensor, std::string_view declaration);
   void refuse_unknown_names() const;
   void refuse_unknown_outputs() const;
   /// The shape of an output whose axes are known; refused beyond the memory of this machine.
-  std::vector<int64_t> output_shape(const std::string& name, const std::string& declaration);
+  std::vector<int64_t> output_shape(const std::string& name, std::string_view declaration);
 
   std::string op_;
   CallTensors& tensors_;
@@ -149,10 +169,10 @@ class NamedCall {
   Device device_;
   Options options_;
   int64_t output_bytes_ = 0;
-  std::map<std::string, Axis> axes_;
-  std::set<std::string> known_tensors_;
-  std::set<std::string> known_params_;
-  std::set<std::string> known_outputs_;
+  std::map<std::string, Axis, std::less<>> axes_;
+  NameSet known_tensors_;
+  NameSet known_params_;
+  NameSet known_outputs_;
   std::vector<std::string> notes_;
   ImplementationChoice choice_;
 };
