@@ -66,76 +66,197 @@ struct Token {
   float query_key;  // q . k
 };
 
-HWY_INLINE hn::Vec<F32> load_channels(F32 d, const float* from) { return hn::LoadU(d, from); }
-HWY_INLINE hn::Vec<F32> load_channels(F32 d, const bf16_t* from) { return load_bf16(d, from); }
-// Two vectors that follow one another.
-HWY_INLINE void store_channels(F32 d, hn::Vec<F32> x0, hn::Vec<F32> x1, float* to) {
-  hn::StoreU(x0, d, to);
-  hn::StoreU(x1, d, to + hn::Lanes(d));
-}
-HWY_INLINE void store_channels(F32 d, hn::Vec<F32> x0, hn::Vec<F32> x1, bf16_t* to) {
-#if HWY_TARGET == HWY_AVX2
-  // The upper halves as signed integers, which a saturating pack keeps: half
-  // the shuffles of two truncations. It packs by blocks of 128 bits, so these
-  // are put in order before.
-  const hn::RebindToSigned<F32> d32;
-  const hn::Repartition<int16_t, F32> d16;
-  const auto lower = hn::ShiftRight<16>(hn::BitCast(d32, round_to_bf16(d, x0)));
-  const auto upper = hn::ShiftRight<16>(hn::BitCast(d32, round_to_bf16(d, x1)));
-  hn::StoreU(hn::ReorderDemote2To(d16, hn::ConcatLowerLower(d32, upper, lower),
-                                  hn::ConcatUpperUpper(d32, upper, lower)),
-             d16, reinterpret_cast<int16_t*>(to));
-#else
-  store_bf16(d, round_to_bf16(d, x0), to);
-  store_bf16(d, round_to_bf16(d, x1), to + hn::Lanes(d));
-#endif
-}
-
-// Advances kRows state rows of `channels` channels, whole pairs of vectors;
-// values[r] becomes the output. Asks for the kRows rows that stand `ahead`
-// bytes behind the first, in order of address: four rows read side by side are
-// no stream that the hardware's prefetchers follow.
-template <class State>
-HWY_INLINE void advance_rows(const Scratch& s, const Token& token, State* const* rows,
-                             int64_t channels, int64_t ahead, float* values) {
-  const F32 d;
-  using V = hn::Vec<F32>;
-  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
-  V sum[2 * kRows];
-  for (int n = 0; n < 2 * kRows; ++n) sum[n] = hn::Zero(d);
-  for (int64_t c = 0; c < channels; c += lanes) {
-    const V k = hn::Load(d, s.decayed_key + c), q = hn::Load(d, s.decayed_query + c);
-    if (ahead != 0) {
-      const char* next = reinterpret_cast<const char*>(rows[0] + c * kRows) + ahead;
-      for (int64_t line = 0; line < lanes * kRows * static_cast<int64_t>(sizeof(State)); line += 64)
-        __builtin_prefetch(next + line);
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) {
-      const V x = load_channels(d, rows[r] + c);
-      sum[r] = hn::MulAdd(x, k, sum[r]);
-      sum[kRows + r] = hn::MulAdd(x, q, sum[kRows + r]);
-    }
-  }
+// From the sums of kRows rows with key and query: values[r] becomes the output, u[r] what the row
+// takes of the key. Returns 0 when every u is finite.
+HWY_INLINE float finish_sums(const Token& token, const hn::Vec<F32> (&sum)[2 * kRows],
+                             float* values, hn::Vec<F32> (&u)[kRows]) {
   HWY_ALIGN float sums[2 * kRows];
   sums_of_8(sum, sums);
-  V u[kRows];
+  float probe = 0;
   for (int r = 0; r < kRows; ++r) {
     const float correction = token.beta * (values[r] - sums[r]);
     values[r] = sums[kRows + r] + token.query_key * correction;
-    u[r] = hn::Set(d, correction);
+    u[r] = hn::Set(F32(), correction);
+    probe += 0 * correction;
   }
-  for (int64_t c = 0; c < channels; c += 2 * lanes) {
-    const V k0 = hn::Load(d, s.key + c), k1 = hn::Load(d, s.key + c + lanes);
-    const V keep0 = hn::Load(d, s.decay + c), keep1 = hn::Load(d, s.decay + c + lanes);
+  return probe;
+}
+
+using RowSums = hn::Vec<F32>[2 * kRows];  // with the key, then with the query
+
+HWY_INLINE void add_column(const float* key, const float* query, int64_t c, float* const* rows,
+                           RowSums& sum) {
+  const F32 d;
+  const auto k = hn::Load(d, key + c), q = hn::Load(d, query + c);
 #pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+    const auto x = hn::LoadU(d, rows[r] + c);
+    sum[r] = hn::MulAdd(x, k, sum[r]);
+    sum[kRows + r] = hn::MulAdd(x, q, sum[kRows + r]);
+  }
+}
+
+HWY_INLINE void update_column(const float* key, const float* decay, int64_t c,
+                              const hn::Vec<F32> (&u)[kRows], float* const* rows) {
+  const F32 d;
+  const auto k = hn::Load(d, key + c), keep = hn::Load(d, decay + c);
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+    const auto x = hn::Mul(hn::LoadU(d, rows[r] + c), keep);
+    hn::StoreU(hn::MulAdd(k, u[r], x), d, rows[r] + c);
+  }
+}
+
+// Advances kRows state rows of `channels` channels, whole vectors; values[r] becomes the output.
+HWY_INLINE void advance_rows(const Scratch& s, const Token& token, float* const* rows,
+                             int64_t channels, float* values) {
+  const F32 d;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  RowSums sum;
+  for (int n = 0; n < 2 * kRows; ++n) sum[n] = hn::Zero(d);
+  for (int64_t c = 0; c < channels; c += lanes)
+    add_column(s.decayed_key, s.decayed_query, c, rows, sum);
+  hn::Vec<F32> u[kRows];
+  finish_sums(token, sum, values, u);
+  for (int64_t c = 0; c < channels; c += lanes) update_column(s.key, s.decay, c, u, rows);
+}
+
+// The same for `count` rows `stride` apart, a multiple of kRows: four are updated beside the sums
+// of the next four, whose chains of additions alone would leave half of the units idle. Asks for
+// the rows that stand `ahead` bytes behind, in order of address: four rows read side by side are no
+// stream that the hardware's prefetchers follow.
+HWY_INLINE void advance_stored(const Scratch& s, const Token& token, float* state, int64_t stride,
+                               int64_t count, int64_t channels, int64_t ahead, float* values) {
+  const F32 d;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  float* rows[kRows];
+  float* next[kRows];
+  // Copies, which no store can change.
+  const float *const decayed_key = s.decayed_key, *const decayed_query = s.decayed_query;
+  const float *const key = s.key, *const decay = s.decay;
+  for (int r = 0; r < kRows; ++r) next[r] = state + r * stride;
+  hn::Vec<F32> u[kRows];
+  RowSums sum;
+  for (int n = 0; n < 2 * kRows; ++n) sum[n] = hn::Zero(d);
+  for (int64_t c = 0; c < channels; c += lanes)
+    add_column(decayed_key, decayed_query, c, next, sum);
+  finish_sums(token, sum, values, u);
+  for (int64_t v = kRows; v < count; v += kRows) {
     for (int r = 0; r < kRows; ++r) {
-      const V x0 = hn::Mul(load_channels(d, rows[r] + c), keep0);
-      const V x1 = hn::Mul(load_channels(d, rows[r] + c + lanes), keep1);
-      store_channels(d, hn::MulAdd(k0, u[r], x0), hn::MulAdd(k1, u[r], x1), rows[r] + c);
+      rows[r] = next[r];
+      next[r] += kRows * stride;
+    }
+    for (int n = 0; n < 2 * kRows; ++n) sum[n] = hn::Zero(d);
+    for (int64_t c = 0; c < channels; c += lanes) {
+      const char* line = reinterpret_cast<const char*>(next[0] + c * kRows) + ahead;
+      for (int64_t byte = 0; byte < lanes * kRows * 4; byte += 64) __builtin_prefetch(line + byte);
+      add_column(decayed_key, decayed_query, c, next, sum);
+      update_column(key, decay, c, u, rows);
+    }
+    finish_sums(token, sum, values + v, u);
+  }
+  for (int64_t c = 0; c < channels; c += lanes) update_column(key, decay, c, u, next);
+}
+
+#if HWY_TARGET != HWY_SCALAR
+
+// Of every two vectors of channels the first becomes the lower halves of their blocks of eight, the
+// second the upper ones: what interleaving with zeros makes of stored bf16, and packing undoes.
+void split_channels(int64_t channels, float* row) {
+  const F32 d;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  HWY_ALIGN float pair[2 * hn::MaxLanes(F32())];
+  for (int64_t c = 0; c < channels; c += 2 * lanes) {
+    std::copy_n(row + c, 2 * lanes, pair);
+    for (int64_t i = 0; i < lanes; i += 4) {
+      std::copy_n(pair + 2 * i, 4, row + c + i);
+      std::copy_n(pair + 2 * i + 4, 4, row + c + lanes + i);
     }
   }
 }
+
+// The lanes rounded to bf16, as integers. `kFinite`: there is no NaN, whose payload an addition
+// could carry into the sign.
+template <bool kFinite>
+HWY_INLINE hn::Vec<hn::RebindToSigned<F32>> bf16_bits(F32 d, hn::Vec<F32> x) {
+  const hn::RebindToSigned<F32> d32;
+  if constexpr (!kFinite) return hn::ShiftRight<16>(hn::BitCast(d32, round_to_bf16(d, x)));
+  const hn::RebindToUnsigned<F32> du;
+  const auto bits = hn::BitCast(du, x);
+  const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 1u));
+  const auto rounded = hn::Add(hn::Add(bits, hn::Set(du, 0x7FFFu)), odd);
+  return hn::ShiftRight<16>(hn::BitCast(d32, rounded));
+}
+
+template <bool kFinite>
+HWY_INLINE void update_bf16_rows(const Scratch& s, const hn::Vec<F32> (&u)[kRows],
+                                 bf16_t* const* rows, int64_t channels) {
+  const F32 d;
+  const hn::Repartition<int16_t, F32> d16;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  const auto zero = hn::Zero(d16);
+  for (int64_t c = 0; c < channels; c += 2 * lanes) {
+    const auto k0 = hn::Load(d, s.key + c), k1 = hn::Load(d, s.key + c + lanes);
+    const auto keep0 = hn::Load(d, s.decay + c), keep1 = hn::Load(d, s.decay + c + lanes);
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      auto* const at = reinterpret_cast<int16_t*>(rows[r] + c);
+      const auto stored = hn::LoadU(d16, at);
+      const auto x0 = hn::Mul(hn::BitCast(d, hn::InterleaveLower(d16, zero, stored)), keep0);
+      const auto x1 = hn::Mul(hn::BitCast(d, hn::InterleaveUpper(d16, zero, stored)), keep1);
+      // A saturating pack keeps what fits 16 bits.
+      hn::StoreU(hn::ReorderDemote2To(d16, bf16_bits<kFinite>(d, hn::MulAdd(k0, u[r], x0)),
+                                      bf16_bits<kFinite>(d, hn::MulAdd(k1, u[r], x1))),
+                 d16, at);
+    }
+  }
+}
+
+// advance_stored() for bf16: one four after the other, because to unpack, round and pack keeps the
+// units busy. Splits the scratch rows.
+HWY_INLINE void advance_stored(const Scratch& s, const Token& token, bf16_t* state, int64_t stride,
+                               int64_t count, int64_t channels, int64_t ahead, float* values) {
+  const F32 d;
+  const hn::Repartition<int16_t, F32> d16;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  const auto zero = hn::Zero(d16);
+  for (float* row : {s.key, s.decay, s.decayed_key, s.decayed_query}) split_channels(channels, row);
+  for (int64_t v = 0; v < count; v += kRows) {
+    bf16_t* rows[kRows];
+    for (int r = 0; r < kRows; ++r) rows[r] = state + (v + r) * stride;
+    RowSums sum;
+    for (int n = 0; n < 2 * kRows; ++n) sum[n] = hn::Zero(d);
+    for (int64_t c = 0; c < channels; c += 2 * lanes) {
+      const char* line = reinterpret_cast<const char*>(rows[0] + c * kRows) + ahead;
+      for (int64_t byte = 0; byte < lanes * kRows * 4; byte += 64) __builtin_prefetch(line + byte);
+      const auto k0 = hn::Load(d, s.decayed_key + c), k1 = hn::Load(d, s.decayed_key + c + lanes);
+      const auto q0 = hn::Load(d, s.decayed_query + c);
+      const auto q1 = hn::Load(d, s.decayed_query + c + lanes);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        const auto stored = hn::LoadU(d16, reinterpret_cast<const int16_t*>(rows[r] + c));
+        const auto x0 = hn::BitCast(d, hn::InterleaveLower(d16, zero, stored));
+        const auto x1 = hn::BitCast(d, hn::InterleaveUpper(d16, zero, stored));
+        sum[r] = hn::MulAdd(x1, k1, hn::MulAdd(x0, k0, sum[r]));
+        sum[kRows + r] = hn::MulAdd(x1, q1, hn::MulAdd(x0, q0, sum[kRows + r]));
+      }
+    }
+    hn::Vec<F32> u[kRows];
+    // What is not finite in a key, a decay or a row reaches its sums, hence u: when every u is
+    // finite nothing becomes NaN.
+    if (finish_sums(token, sum, values + v, u) == 0)
+      update_bf16_rows<true>(s, u, rows, channels);
+    else
+      update_bf16_rows<false>(s, u, rows, channels);
+  }
+}
+
+#else
+
+HWY_INLINE void advance_stored(const Scratch&, const Token&, bf16_t*, int64_t, int64_t, int64_t,
+                               int64_t, float*) {}  // never called
+
+#endif
 
 // The same by way of scratch rows: for channels that are not whole vectors,
 // fewer than kRows rows, and rows that start at zero.
@@ -152,7 +273,7 @@ void advance_copied(const Scratch& s, const Token& token, State* const* rows, in
       load_row(rows[r], channels, s.padded_k, copies[r]);
     if (r < count) inputs[r] = values[r];
   }
-  advance_rows(s, token, copies, s.padded_k, 0, inputs);
+  advance_rows(s, token, copies, s.padded_k, inputs);
   for (int r = 0; r < count; ++r) {
     store_row(copies[r], channels, rows[r]);
     values[r] = inputs[r];
@@ -206,19 +327,22 @@ void advance(const Call& call, int64_t t, int64_t head, int64_t first, int64_t c
   const bool fresh = call.routes.start(t) < 0;
   const Token token = prepare(call, t, head, s);
   load_row(call.inputs.v.row(t, head) + first, count, count, s.values);
-  const bool whole = layer.head_dim_k % (2 * static_cast<int64_t>(hn::Lanes(F32()))) == 0;
   State* const state =
       static_cast<State*>(call.states.data) + call.states.offset(slot, head, first, 0);
-  // Eight kilobytes at K = 128: longer than a line takes from memory.
-  const int64_t ahead = 4 * kRows * call.states.v_stride * int64_t{sizeof(State)};
-  for (int64_t v = 0; v < count; v += kRows) {
-    State* rows[kRows];
-    for (int r = 0; r < kRows; ++r) rows[r] = state + (v + r) * call.states.v_stride;
-    if (whole && !fresh && v + kRows <= count)
-      advance_rows(s, token, rows, layer.head_dim_k, ahead, s.values + v);
-    else
+  const int64_t stride = call.states.v_stride;
+  // What all pieces of a head share decides, so that bits do not depend on the cut.
+  const bool whole = layer.head_dim_k % (2 * static_cast<int64_t>(hn::Lanes(F32()))) == 0;
+  if (whole && !fresh && layer.head_dim_v % kRows == 0 && HWY_TARGET != HWY_SCALAR) {
+    // Eight kilobytes at K = 128 in fp32: longer than a line takes from memory.
+    const int64_t ahead = 4 * kRows * stride * int64_t{sizeof(State)};
+    advance_stored(s, token, state, stride, count, layer.head_dim_k, ahead, s.values);
+  } else {
+    for (int64_t v = 0; v < count; v += kRows) {
+      State* rows[kRows];
+      for (int r = 0; r < kRows; ++r) rows[r] = state + (v + r) * stride;
       advance_copied(s, token, rows, static_cast<int>(std::min<int64_t>(kRows, count - v)), fresh,
                      layer.head_dim_k, s.values + v);
+    }
   }
   store_row(s.values, count, out);
 }
