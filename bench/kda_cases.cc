@@ -228,6 +228,7 @@ class KdaDecodeCase : public OperatorCase<KdaDecode, OutState> {
     work_.bytes_read = as_double(rows_.bytes() + state_bytes);
     work_.bytes_written = as_double(out_bytes_of(layer, problem.max_rows) + state_bytes);
     work_.traffic = Traffic::kCopy;
+    work_.bytes_in_place = as_double(state_bytes);
   }
 
  private:

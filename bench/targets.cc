@@ -48,8 +48,9 @@ Bandwidth matching_bandwidth(const Work& work, const ThroughputLimits& limits, c
     // Three quarters: other data of the run has to live there too.
     const double l2 = 0.75 * static_cast<double>(cpu.l2_bytes_per_core) * limits.num_threads;
     const double l3 = 0.75 * static_cast<double>(cpu.l3_bytes_total);
-    if (work.bytes() <= l2) return {limits.l2_read_gb_per_s, "l2_read"};
-    if (work.bytes() <= l3 && limits.l3_read_gb_per_s) return {*limits.l3_read_gb_per_s, "l3_read"};
+    if (work.bytes_touched() <= l2) return {limits.l2_read_gb_per_s, "l2_read"};
+    if (work.bytes_touched() <= l3 && limits.l3_read_gb_per_s)
+      return {*limits.l3_read_gb_per_s, "l3_read"};
   }
   return memory_bandwidth(work.traffic, limits);
 }

@@ -23,7 +23,9 @@ struct Work {
   double bytes_read = 0;
   double bytes_written = 0;
   Traffic traffic = Traffic::kStream;
+  double bytes_in_place = 0;  ///< Of those written: where others were read.
   double bytes() const { return bytes_read + bytes_written; }
+  double bytes_touched() const { return bytes() - bytes_in_place; }
 };
 
 /// The least time of a run and what sets it.
@@ -34,7 +36,7 @@ struct Floor {
 };
 
 /// The larger of flops over the better arithmetic limit and bytes over the matching bandwidth. Warm
-/// runs whose bytes fit into 3/4 of the L2 of all threads, or of the L3, are measured against
+/// runs whose memory fits into 3/4 of the L2 of all threads, or of the L3, are measured against
 /// those.
 Floor floor_of(const Work& work, const ThroughputLimits& limits, const CpuFacts& cpu, bool cold);
 

@@ -136,6 +136,9 @@ TEST(BenchFloor, IsTheSlowerOfArithmeticAndTheMatchingBandwidth) {
   EXPECT_DOUBLE_EQ(floor(0, 1e6, Traffic::kStream, false).milliseconds, 0.005);
   EXPECT_EQ(floor(0, 1e7, Traffic::kGather656, false).limit, "l3_read");
   EXPECT_EQ(floor(0, 1e8, Traffic::kGather656, false).limit, "gather_656");
+  // 17 MB read and written in place fit, 34 MB do not.
+  EXPECT_EQ(floor_of({0, 17e6, 17e6, Traffic::kCopy, 17e6}, limits, cpu, false).limit, "l3_read");
+  EXPECT_EQ(floor_of({0, 17e6, 17e6, Traffic::kCopy}, limits, cpu, false).limit, "copy");
   EXPECT_EQ(floor(0, 1e6, Traffic::kGather1152, true).limit, "gather_1152");
   EXPECT_EQ(floor(0, 1e6, Traffic::kCopy, true).limit, "copy");
   EXPECT_DOUBLE_EQ(floor(0, 1e6, Traffic::kStream, true).milliseconds, 0.05);
