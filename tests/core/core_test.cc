@@ -172,6 +172,7 @@ TEST(ParallelFor, TheThreadsRunAtTheSameTimeAwakeOrAsleep) {
 TEST(ParallelFor, CallersDoNotDisturbEachOther) {
   std::atomic<int> wrong{0};
   std::vector<std::thread> callers;
+  callers.reserve(4);
   for (int caller = 0; caller < 4; ++caller) {
     callers.emplace_back([&wrong, caller] {
       const internal::ThreadScope scope(2 + caller % 2);
