@@ -44,11 +44,8 @@ def quantise(rows, positions):
 
 
 keys = quantise(REQUESTS * TOKENS, np.tile(positions, REQUESTS))
-index_pool = np.zeros((len(pool), PAGE * 132), np.uint8)  # of a page: all codes, then all scales
-codes = index_pool[:, : PAGE * 128].reshape(-1, PAGE, 128)
-scales = index_pool[:, PAGE * 128 :].view(np.float32)
-codes[slots // PAGE, slots % PAGE] = keys.k_fp8
-scales[slots // PAGE, slots % PAGE] = keys.k_scale
+index_pool = np.zeros((len(pool), PAGE * 132), np.uint8)
+fovea.index_store(keys.k_fp8, keys.k_scale, slots, index_pool, PAGE)
 
 # One step: a query row per request selects its best keys, as slots, and attends over them.
 query = quantise(REQUESTS, [TOKENS - 1] * REQUESTS)
