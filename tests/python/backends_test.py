@@ -116,6 +116,53 @@ class DsaTest(Case):
         self.assertEqual(plan.metadata()["kv_len"].numpy().tolist(), [11, 10])
         self.assertEqual(self.backend.metadata()["kv_len"].numpy().tolist(), [11, 10])
 
+    def test_parts_given_selections_and_rows_that_are_there(self):
+        rows, step = self.rows(11), self.batch.step("extend", [0, 0], [5, 6])
+        self.backend.begin_step(**step)
+        out, lse, indices = self.forward(rows, return_indices=True)
+        parts = {name: value for name, value in rows.items() if name not in ("q", "k")}
+        parts["q_nope"], parts["q_rope"] = rows["q"][..., :512], rows["q"][..., 512:]
+        parts["k_latent"], parts["k_rope"] = rows["k"][:, :512], rows["k"][:, 512:]
+        for pool in (self.kv_pool, self.index_pool):
+            pool.numpy()[:] = 0
+        self.assert_same(self.forward(parts)[0], out)
+        before = self.kv_pool.numpy().copy()
+        given = self.backend.forward(self.kv_pool, self.index_pool, 0.1, q=rows["q"], topk_indices=indices)
+        self.assert_same(given[0], out)
+        self.assert_same(given[1], lse)
+        self.forward({**rows, "k": -rows["k"], "index_k": -rows["index_k"]}, save_kv=False)
+        self.assert_same(self.kv_pool.numpy(), before)
+        positions = fovea.DsaBackend(num_heads=self.HEADS, index_heads=self.INDEX_HEADS, topk=self.TOPK, page_size=self.PAGE,
+                                     max_requests=2, max_rows=16, table_width=16, fuse_transform=False)  # fmt: skip
+        positions.begin_step(**step)
+        local = positions.forward(self.kv_pool, self.index_pool, 0.1, **rows, **self.layer, return_indices=True)
+        self.assert_same(local[0], out)
+        table = self.batch.req_to_token[1 + self.batch.row_to_request([5, 6])]
+        slots = np.where(local[2] < 0, -1, np.take_along_axis(table, np.maximum(local[2], 0), 1))
+        self.assert_same(slots.astype(np.int32), indices)
+
+    def test_rope_of_an_f576_cache_is_that_of_the_operator(self):
+        backend = fovea.DsaBackend(num_heads=1, index_heads=2, topk=16, page_size=4, max_requests=1, max_rows=8,
+                                   table_width=16, row_format="f576", fuse_rope=True, rope_style="half_split")  # fmt: skip
+        batch, table = Batch(self.rng, 1, 4, 4), cos_sin(64, 32)
+        step = batch.step("extend", [0], [5])
+        backend.begin_step(**step)
+        shapes = {"q_nope": (5, 1, 512), "q_rope": (5, 1, 64), "k_nope": (5, 512), "k_rope": (5, 64)}
+        parts = {name: bf16(self.rng, *shape) for name, shape in shapes.items()}
+        pools = np.zeros((batch.num_pages, 4 * 576), np.uint8), np.zeros((batch.num_pages, 4 * 132), np.uint8)
+        inputs = {"q_nope": parts["q_nope"], "q_rope": parts["q_rope"], "k_latent": parts["k_nope"], "k_rope": parts["k_rope"]}
+        index = {"index_q": bf16(self.rng, 5, 2, 128), "index_k": bf16(self.rng, 5, 128),
+                 "head_gate": np.ones((5, 2), np.float32)}  # fmt: skip
+        out, _ = backend.forward(*pools, 0.1, **inputs, **index, **self.layer, mla_cos_sin=table, q_scale=0.5, k_scale=0.25)
+        q, k = fovea.mla_rope_quantize(step["positions"], table, "half_split", **parts, q_scale=0.5, k_scale=0.25)
+        stored = pools[0].reshape(-1, 576)[step["out_cache_loc"]]
+        self.assert_same(stored, k)
+        expected = fovea.dense_mla(
+            q, pools[0], batch.page_table(), i32([5]), i32([0, 5]), 0.1, row_format="f576", page_size=4, q_scale=0.5,
+            k_scale=0.25,
+        )  # fmt: skip
+        self.assert_close(out, expected[0], 1e-2)
+
     def test_a_chain_of_drafts(self):
         rows = self.rows(8)
         self.backend.begin_step(**self.batch.step("extend", [0, 0], [3, 5], True))
@@ -570,6 +617,37 @@ class V4Test(Case):
         step("decode", [1, 1], [1, 1])
         step("target_verify", [2, 2], [2, 1], plan)
         self.assertEqual(self.backend.routes()["commits"], 2)
+
+    def test_a_ring_and_pages_of_the_window_give_the_same(self):
+        rows, counts = self.rows(12), [7, 5]
+        step = self.batch.step("extend", [0, 0], counts)
+        self.backend.begin_step(**step)
+        expected = self.forward(0, rows)
+        own = {name: rows[name] for name in ("q", "kv")} | {name: self.weights[name] for name in ("cos_sin", "sink")}
+        storages = (("ring", 16, i32([[2], [1]])), ("paged", 8, i32([[1, -1, -1, -1], [2, -1, -1, -1]])))
+        for storage, rows_of_page, table in storages:
+            with self.subTest(storage):
+                backend = fovea.V4Backend(**self.config, window_storage=storage, window_page_size=rows_of_page,
+                                          max_request_rows=8)  # fmt: skip
+                pool = fovea.KvPool(num_pages=3, page_size=rows_of_page, row_format="v4", width=512).layer()
+                backend.begin_step(**step, window_table=table)
+                actual = backend.forward(0, window_pool=pool, **own)
+                for mine, other in zip(actual, expected):
+                    self.assert_same(mine, other)
+
+    def test_a_snapshot_is_the_state_of_a_prefix(self):
+        rows = self.rows(16)  # eight tokens a request, the same for both
+        for value in rows.values():
+            value[8:] = value[:8]
+        snapshot = {"snapshot_seq": i32([0]), "snapshot_pos": i32([5]), "snapshot_slot": i32([3])}
+        self.begin("extend", [0, 0], [8, 5], **snapshot)
+        whole, _ = self.forward(4, pick(rows, list(range(13))))
+        # The second request goes on from the snapshot of the first: its own rows up to there are the same.
+        step = self.batch.step("extend", [8, 5], [0, 3])
+        self.backend.begin_step(**step, in_slot=i32([2, 3]), out_slot=i32([2, 1]))
+        out, _ = self.forward(4, pick(rows, [5, 6, 7]))
+        self.assert_close(out, whole[5:8], 1e-2)
+        self.assertEqual(self.backend.routes()["snapshot"], 1)
 
     def test_a_refused_forward_writes_nothing(self):
         rows = self.rows(17)
