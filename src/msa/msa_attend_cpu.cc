@@ -173,6 +173,7 @@ HWY_INLINE void value_tile(const MsaPanelTask& task, const ValueKeys& keys, int6
                            int64_t channel) {
   const Lanes d;
   using V = hn::Vec<Lanes>;
+  task.prefetch->step();
   const int64_t stride = msa_key_stride(task.head_dim);
   const float* HWY_RESTRICT values = keys.values + channel;
   const float* HWY_RESTRICT weights = keys.weights + lane;
@@ -262,7 +263,17 @@ void panel_values(const MsaPanelTask& task) {
   }
 }
 
+// Steps of the prefetch in the logits and, roughly, in the values of a panel.
+int64_t prefetch_steps(const MsaPanelTask& task) {
+  const int64_t tiles = (task.num_keys + kTileKeys - 1) / kTileKeys;
+  const int64_t passes = task.stored == nullptr ? 1 : (task.num_keys + kValueKeys - 1) / kValueKeys;
+  const int64_t channel_tiles =
+      (task.head_dim + kValueVectors * kVectorLanes - 1) / (kValueVectors * kVectorLanes);
+  return tiles * (task.head_dim / kStepChannels) + passes * (kMsaPanelLanes / 4) * channel_tiles;
+}
+
 void attend_panel(const MsaPanelTask& task) {
+  task.prefetch->spread(prefetch_steps(task));
   panel_logits(task);
   for (int64_t lane = 0; lane < kMsaPanelLanes; lane += kVectorLanes) softmax_vector(task, lane);
   panel_values(task);

@@ -57,10 +57,11 @@ struct TaskRow {
   uint8_t fresh;     // the current part's `out` holds nothing
 
   int32_t block() const { return cursor < end ? list[cursor] : kNone; }
-  // The row's first block past n.
+  // The row's first block past n, even of the part that comes after the walk: this worker, or one
+  // that shares its caches, probably meets it next.
   int32_t block_after(int32_t n) const {
     const int32_t next = cursor < end && list[cursor] == n ? cursor + 1 : cursor;
-    return next < end ? list[next] : kNone;
+    return next < length ? list[next] : kNone;
   }
   static constexpr int32_t kNone = std::numeric_limits<int32_t>::max();
 };

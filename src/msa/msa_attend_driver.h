@@ -45,30 +45,42 @@ class MsaPrefetch {
         row_bytes_(row_bytes),
         left_(num_rows) {}
 
-  /// The next key and its value.
+  /// Spreads the rows over so many steps.
+  void spread(int64_t num_steps) {
+    rows_per_step_ = (2 * left_ + num_steps - 1) / std::max<int64_t>(1, num_steps);
+  }
+
+  /// The next rows: a key, then its value.
   [[gnu::always_inline]] inline void step() {
-    if (left_ == 0) return;
-    for (int64_t byte = 0; byte < row_bytes_; byte += 64) {
-      // Into the second-level cache: a tile is larger than the first.
-      __builtin_prefetch(keys_ + byte, 0, 2);
-      __builtin_prefetch(values_ + byte, 0, 2);
-    }
-    keys_ += stride_;
-    values_ += stride_;
-    --left_;
+    for (int64_t i = 0; i < rows_per_step_; ++i) row();
   }
 
   /// All that are left.
   void finish() {
-    while (left_ > 0) step();
+    while (left_ > 0) row();
   }
 
  private:
+  [[gnu::always_inline]] inline void row() {
+    if (left_ == 0) return;
+    const char* const from = value_is_next_ ? values_ : keys_;
+    // Into the second-level cache: a tile is larger than the first.
+    for (int64_t byte = 0; byte < row_bytes_; byte += 64) __builtin_prefetch(from + byte, 0, 2);
+    if (value_is_next_) {
+      keys_ += stride_;
+      values_ += stride_;
+      --left_;
+    }
+    value_is_next_ = !value_is_next_;
+  }
+
   const char* keys_ = nullptr;
   const char* values_ = nullptr;
   int64_t stride_ = 0;
   int64_t row_bytes_ = 0;
-  int64_t left_ = 0;
+  int64_t left_ = 0;  // keys whose values have not been asked for
+  int64_t rows_per_step_ = 2;
+  bool value_is_next_ = false;
 };
 
 /// Softmax state of lanes: `out` is the sum of exp(x_j - max) * v_j.
