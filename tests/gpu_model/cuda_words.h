@@ -48,6 +48,12 @@ inline uint32_t __float_as_uint(float value) {
   std::memcpy(&bits, &value, 4);
   return bits;
 }
+inline float __fdividef(float x, float y) { return x / y; }
+template <class T>
+T __ldg(const T* from) {
+  fovea::test::gpu::need_alignment(from, alignof(T));
+  return *from;
+}
 inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t order) {

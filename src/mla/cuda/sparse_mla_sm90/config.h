@@ -4,8 +4,9 @@
 
 // The budget of a block of sparse_mla on compute capability 9.0: one block a multiprocessor.
 //
-//   registers  3 warpgroups of 128 threads at 168 (the launch), 504 a triple of threads:
-//              logits 216 (128 sums of values, 32 of logits), values 168 (128 sums), keys 120
+//   registers  3 warpgroups of 128 threads at 168 (the launch), 504 for a thread of each:
+//              logits 208 (128 sums of values, 32 of logits), values 160 (128 sums), keys 136.
+//              Four warpgroups would start at 128, too few for a product of 256 columns
 //   shared     queries [64][576] bf16, 9 panels of 64 columns         73,728
 //              2 tiles of keys [64][576] bf16, 9 panels each         147,456
 //              weights [64][64] bf16, rounded, 1 panel                 8,192
@@ -22,13 +23,16 @@ inline constexpr int kValueDim = 512;
 inline constexpr int kTilePanels = 9;
 inline constexpr int kRestPanel = 8;
 inline constexpr int kHalfPanels = 4;  // of the values of one warpgroup
+inline constexpr int kHalfChannels = kHalfPanels * 64;
 inline constexpr int kStages = 2;
 
 inline constexpr int kGroupThreads = 128;
 inline constexpr int kThreads = 3 * kGroupThreads;
-inline constexpr int kLogitRegisters = 216;
-inline constexpr int kValueRegisters = 168;
-inline constexpr int kKeyRegisters = 120;
+inline constexpr int kLogitRegisters = 208;
+inline constexpr int kValueRegisters = 160;
+inline constexpr int kKeyRegisters = 136;
+inline constexpr int kKeyWarps = 4;
+inline constexpr int kWarpKeys = kKeys / kKeyWarps;
 
 // Barriers of the block by number; 0 is that of all threads.
 inline constexpr int kWeightsReady = 1;

@@ -71,7 +71,9 @@ void sparse_mla_cuda_sm90(const SparseMlaProblem& problem, const Device& device,
   params.outputs = latent::part_outputs(problem, tensors, num_parts, cutter);
   params.rotations = InverseRotations(tensors);
   params.rope_dim = static_cast<int>(problem.inverse_rope_dim);
-  params.head_groups = groups_of_heads(problem);
+  params.head_groups = static_cast<unsigned>(groups_of_heads(problem));
+  params.wide_out = cuda::is_aligned(params.outputs.out.data, 16) &&
+                    params.outputs.out.stride[0] % 8 == 0 && params.outputs.out.stride[1] % 8 == 0;
   cuda::LaunchShape shape{
       dim3(static_cast<unsigned>(num_rows * params.head_groups), static_cast<unsigned>(num_parts)),
       dim3(kThreads)};
