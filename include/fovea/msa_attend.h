@@ -31,8 +31,9 @@ struct MsaAttendProblem {
   bool causal = true;        ///< false drops the test j <= pos and nothing else.
   MsaKvMode kv_mode = MsaKvMode::kBf16;
   BlocksLayout blocks_layout = BlocksLayout::kHeadMajor;
-  /// A row's bits do not depend on the number of rows in the call. The CPU always is; a GPU takes a
-  /// fixed number of splits for it.
+  /// A row's bits do not depend on the number of rows in the call, nor on the plan's max_rows and
+  /// max_requests. The CPU always is; a GPU chooses its way and cuts lists by the other bounds
+  /// only.
   bool batch_invariant = false;
 };
 

@@ -73,10 +73,12 @@ TEST_F(MsaAttendModel, ManyRowsShareBlocksWhateverTheOrderOfThreads) {
 }
 
 TEST_F(MsaAttendModel, FullRowsInSeveralSlabs) {
-  // Lists of 1024 columns and 16 heads leave room for 745 rows at a time.
-  AttendCase attend(PagedBatch({770}, {770}, 16, 5, 0), 16, 1, 16, 1024, 3);
-  for (int64_t t = 0; t < 770; ++t) {
-    attend.set_list(0, t, {static_cast<int32_t>(t % 16 == 0 ? t / 32 : t / 16)});
+  // Lists of 1024 columns and 64 heads leave room for 384 rows at a time.
+  AttendCase attend(PagedBatch({400}, {400}, 16, 5, 0), 64, 4, 16, 1024, 3);
+  for (int64_t g = 0; g < 4; ++g) {
+    for (int64_t t = 0; t < 400; ++t) {
+      attend.set_list(g, t, {static_cast<int32_t>(t % 16 == 0 ? t / 32 : t / 16)});
+    }
   }
   expect_reference(attend);
 }

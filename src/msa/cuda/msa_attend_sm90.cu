@@ -47,7 +47,7 @@ constexpr int kPassChannels = kPanelColumns;  // of the values, whose sums a war
 constexpr int kFoldWarps = 4;
 constexpr int kCutThreads = 1024;
 constexpr int kListThreads = 256;
-constexpr int64_t kMaxSlabBytes = int64_t{576} << 20;
+constexpr int64_t kMaxSlabBytes = int64_t{1152} << 20;
 
 // A block in the list of a row.
 struct Place {
@@ -796,9 +796,10 @@ Refusal msa_attend_cuda_sm90_supports(const MsaAttendProblem& problem) {
 
 Refusal msa_attend_cuda_sm90_preferred(const MsaAttendProblem& problem) {
   constexpr int64_t kMinPairs = 2048;  // rows times KV heads that fill a GPU
-  constexpr int64_t kMinSharing = 16;  // rows that list a block, by the bounds
-  if (problem.batch_invariant) return "sums in another order than decodes do";
+  constexpr int64_t kMinSharing = 2;   // rows that list a block, by the bounds
   if (2 * problem.block_size <= msa::kMaxBlockKeys) return "multiplies every block as 128 tokens";
+  // Plans of few rows have to choose as those of many do.
+  if (problem.batch_invariant) return {};
   if (problem.max_rows * problem.num_kv_heads < kMinPairs) {
     return "pays from " + std::to_string(kMinPairs) + " rows times KV heads on";
   }
