@@ -151,19 +151,14 @@ __device__ inline void prefetch_row(const RowLayout& layout, const uint8_t* row)
 }
 
 // The scale of the lane's 8 channels of half `half` of key `key`.
-template <bool kIsV4>
-__device__ __forceinline__ float scale_of(const LaneRow& own, int half, int key) {
+__device__ __forceinline__ float scale_of(bool is_v4, const LaneRow& own, int half, int key) {
   const int lane = threadIdx.x % 32;
-  const uint32_t word = half == 0 ? own.scales[0] : own.scales[1];
-  if constexpr (kIsV4) {
-    const uint32_t bytes = __shfl_sync(0xFFFFFFFF, word, key);
-    // 2^(byte - 127); 0 is below the normal range, 255 is NaN. No branch, no call. An absent row
-    // has zeros for codes, which any finite scale keeps.
-    const uint32_t bits = max((bytes >> (lane / 8 * 8) & 0xFF) << 23, 0x00400000u);
-    return __uint_as_float(bits == 0x7F800000u ? 0x7FC00000u : bits);
-  } else {
-    return __uint_as_float(__shfl_sync(0xFFFFFFFF, word, key + lane / 16 * 16));
-  }
+  const uint32_t word = __shfl_sync(0xFFFFFFFF, half == 0 ? own.scales[0] : own.scales[1],
+                                    key + (is_v4 ? 0 : lane / 16 * 16));
+  // Of v4 a byte: 2^(byte - 127); 0 is below the normal range, 255 is NaN. No branch, no call. An
+  // absent row has zeros for codes, which any finite scale keeps.
+  const uint32_t bits = max((word >> (lane / 8 * 8) & 0xFF) << 23, 0x00400000u);
+  return __uint_as_float(!is_v4 ? word : bits == 0x7F800000u ? 0x7FC00000u : bits);
 }
 
 // Eight keys' codes of one half of the channels, 8 a lane.
@@ -186,17 +181,16 @@ __device__ __forceinline__ HalfRows load_unit(const LaneRow& own, int unit) {
   return half;
 }
 
-template <bool kIsV4>
-__device__ __forceinline__ void store_unit(const LaneRow& own, int unit, const HalfRows& half,
-                                           int first_key,
+__device__ __forceinline__ void store_unit(bool is_v4, const LaneRow& own, int unit,
+                                           const HalfRows& half, int first_key,
                                            uint8_t (&tile)[kTilePanels][kPanelBytes]) {
   const int lane = threadIdx.x % 32;
   const int panel = unit / 2 * kHalfPanels + lane / 8;
   float scale[8];
 #pragma unroll
-  for (int n = 0; n < 8; ++n) scale[n] = scale_of<kIsV4>(own, unit / 2, unit % 2 * 8 + n);
+  for (int n = 0; n < 8; ++n) scale[n] = scale_of(is_v4, own, unit / 2, unit % 2 * 8 + n);
   // The last channels of v4 are no codes.
-  const bool is_code = !kIsV4 || panel < kV4LatentDim / cuda::kPanelColumns;
+  const bool is_code = !is_v4 || panel < kV4LatentDim / cuda::kPanelColumns;
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
     const uint4 values = latent::decode8(half.codes[n], scale[n]);
@@ -204,62 +198,64 @@ __device__ __forceinline__ void store_unit(const LaneRow& own, int unit, const H
   }
 }
 
-// The rope channels of 16 keys: a lane has 8 channels of key 4 n + lane / 8.
-struct RopeRows {
-  uint4 pieces[4];
-};
-
-__device__ __forceinline__ RopeRows load_rope(RowFormat format, const LaneRow& own) {
-  RopeRows rope;
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    rope.pieces[n] = make_uint4(0, 0, 0, 0);
-    const uint8_t* const row = row_of(own, 4 * n + lane / 8);
-    if (row == nullptr) continue;
-    if (format == RowFormat::kF576) {
-      const uint2 codes = load<uint2>(row + kLatentDim + 8 * (lane % 8));
-      rope.pieces[n] = make_uint4(codes.x, codes.y, 0, 0);
-    } else {
-      const int64_t offset = format == RowFormat::kV4 ? kV4LatentDim : kV32RopeOffset;
-      rope.pieces[n] = load<uint4>(row + offset + 16 * (lane % 8));
-    }
-  }
-  return rope;
-}
-
-__device__ __forceinline__ void store_rope(RowFormat format, const RopeRows& rope, int first_key,
+// The rope channels of 16 keys: a lane has 8 channels of key 4 n + lane / 8. Those of f576 are
+// codes; the others travel by themselves. `readable`: any address that may be named for what is
+// absent.
+__device__ __forceinline__ void bring_rope(RowFormat format, const LaneRow& own,
+                                           const uint8_t* readable, int first_key,
                                            uint8_t (&tile)[kTilePanels][kPanelBytes]) {
   const int lane = threadIdx.x % 32;
   const int panel = format == RowFormat::kV4 ? kRestPanel - 1 : kRestPanel;
+  const int64_t offset = format == RowFormat::kV4    ? kV4LatentDim
+                         : format == RowFormat::kV32 ? kV32RopeOffset
+                                                     : 2 * kLatentDim;  // bf16
 #pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    uint4 piece = rope.pieces[n];
-    if (format == RowFormat::kF576) piece = latent::decode8(make_uint2(piece.x, piece.y), 1);
-    *tile_piece(tile, panel, first_key + 4 * n + lane / 8, lane % 8) = piece;
+  for (int n = 0; n < kWarpKeys / 4; ++n) {
+    const uint8_t* const row = row_of(own, 4 * n + lane / 8);
+    uint4* const to = tile_piece(tile, panel, first_key + 4 * n + lane / 8, lane % 8);
+    if (format == RowFormat::kF576) {
+      uint2 codes = make_uint2(0, 0);
+      if (row != nullptr) codes = load<uint2>(row + kLatentDim + 8 * (lane % 8));
+      *to = latent::decode8(codes, 1);
+    } else {
+      cuda::copy_async<16>(to, row == nullptr ? readable : row + offset + 16 * (lane % 8),
+                           row != nullptr);
+    }
   }
 }
 
-// Aligned packed rows, of which unit 0 is on its way: `next`. The next unit travels while one is
-// decoded. `wait(half)` is called before the first store to a half.
-template <bool kIsV4, class Wait>
-__device__ __forceinline__ void store_packed(RowFormat format, const LaneRow& own, HalfRows next,
+// Two units that are on their way.
+struct ComingRows {
+  HalfRows first, second;
+};
+
+__device__ __forceinline__ ComingRows load_units(const LaneRow& own) {
+  return {load_unit(own, 0), load_unit(own, 1)};
+}
+
+// Aligned packed rows, whose first two units are on their way. While one is decoded the last but
+// one of those that follow is asked for, at the end those of `next`, the rows of the next tile,
+// where `next_is_packed`. `wait(half)` is called before the first store to a half.
+template <int kHeadDim, class Wait>
+__device__ __forceinline__ void store_packed(RowFormat format, const LaneRow& own,
+                                             const LaneRow& next, bool next_is_packed,
+                                             ComingRows& coming, const uint8_t* readable,
                                              int first_key, const Wait& wait,
                                              uint8_t (&tile)[kTilePanels][kPanelBytes]) {
-  const bool has_rope = format != RowFormat::kR512;
-  RopeRows rope;
 #pragma unroll 1
   for (int unit = 0; unit < 4; ++unit) {
-    const HalfRows half = next;
-    if (unit < 3) {
-      next = load_unit(own, unit + 1);
-    } else if (has_rope) {
-      rope = load_rope(format, own);
+    const HalfRows half = coming.first;
+    coming.first = coming.second;
+    if (unit < 2) {
+      coming.second = load_unit(own, unit + 2);
+    } else if (next_is_packed) {
+      coming.second = load_unit(next, unit - 2);
     }
     if (unit % 2 == 0) wait(unit / 2);
-    store_unit<kIsV4>(own, unit, half, first_key, tile);
+    // Both halves have left the panels behind them.
+    if (unit == 2 && format != RowFormat::kR512) bring_rope(format, own, readable, first_key, tile);
+    store_unit(kHeadDim == kValueDim && format == RowFormat::kV4, own, unit, half, first_key, tile);
   }
-  if (has_rope) store_rope(format, rope, first_key, tile);
 }
 
 // Aligned bf16 rows travel by themselves: half `half` of their first 512 channels. `readable`: any
@@ -276,20 +272,6 @@ __device__ __forceinline__ void copy_half(const LaneRow& own, const uint8_t* rea
     const bool is_there = row[key] != nullptr;
     cuda::copy_async<16>(tile_piece(tile, half * kHalfPanels + lane / 8, first_key + key, lane % 8),
                          is_there ? row[key] + 512 * half + 16 * lane : readable, is_there);
-  }
-}
-
-// The channels behind them.
-__device__ __forceinline__ void copy_rope(const LaneRow& own, const uint8_t* readable,
-                                          int first_key,
-                                          uint8_t (&tile)[kTilePanels][kPanelBytes]) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int n = 0; n < kWarpKeys / 4; ++n) {
-    const uint8_t* const row = row_of(own, 4 * n + lane / 8);
-    const uint8_t* const from = row == nullptr ? readable : row + 1024 + 16 * (lane % 8);
-    cuda::copy_async<16>(tile_piece(tile, kRestPanel, first_key + 4 * n + lane / 8, lane % 8), from,
-                         row != nullptr);
   }
 }
 
@@ -310,7 +292,7 @@ __device__ __forceinline__ void store_unaligned(RowFormat format, const LaneRow&
       float scale = 1;
       if (piece - lane < kLatentDim / 8) {
         const int half = (piece - lane) / 32;
-        scale = is_v4 ? scale_of<true>(own, half, key) : scale_of<false>(own, half, key);
+        scale = scale_of(is_v4, own, half, key);
       }
       if (row == nullptr) {
       } else if (format == RowFormat::kBf16) {
@@ -345,6 +327,12 @@ __device__ __forceinline__ void bring_keys(const Params& params, const ListedKey
     prefetch_row(layout(begin), found.row);
     own = keep(layout(begin), found.row, ask(layout(begin), found));
   }
+  const auto is_packed = [&](int64_t tile) {
+    return tile < end && layout(tile).aligned && layout(tile).format != RowFormat::kBf16;
+  };
+  const auto* const readable = static_cast<const uint8_t*>(params.queries.data);
+  ComingRows coming;
+  if (is_packed(begin)) coming = load_units(own);
 #pragma unroll 1
   for (int64_t tile = begin; tile < end; ++tile) {
     const int stage = static_cast<int>((tile - begin) % kStages);
@@ -357,44 +345,43 @@ __device__ __forceinline__ void bring_keys(const Params& params, const ListedKey
     };
     const RowLayout& of_tile = layout(tile);
     const uint32_t present = __ballot_sync(0xFFFFFFFF, own.row != nullptr);
-    const bool is_bf16 = of_tile.format == RowFormat::kBf16;
-    const auto* const readable = static_cast<const uint8_t*>(params.queries.data);
-    HalfRows first;
-    if (of_tile.aligned && is_bf16) {
+    const bool travels = of_tile.aligned && of_tile.format == RowFormat::kBf16;
+    if (travels) {
       wait(0);
       copy_half(own, readable, 0, first_key, shared.tiles[stage]);
-    } else if (of_tile.aligned) {
-      first = load_unit(own, 0);
     }
     // While the first rows are on their way.
-    LatentAddress next;
+    LaneRow next;  // its scales come at the end
     AskedScales asked;
     if (tile + 1 < end) {
-      next = keys.address(tile + 1, own_key, next_place);
-      const RowLayout& of_next = layout(tile + 1);
-      asked = ask(of_next, next);
-      prefetch_row(of_next, next.row);
+      const LatentAddress found = keys.address(tile + 1, own_key, next_place);
+      next.row = found.row;
+      asked = ask(layout(tile + 1), found);
+      prefetch_row(layout(tile + 1), found.row);
     }
     next_place = tile + 2 < end ? keys.place(tile + 2, own_key) : -1;
+    const bool next_is_packed = is_packed(tile + 1);
     if (!of_tile.aligned) {
       wait(0);
       wait(1);
       store_unaligned<kHeadDim>(of_tile.format, own, first_key, shared.tiles[stage]);
-    } else if (is_bf16) {
+    } else if (travels) {
       wait(1);
       copy_half(own, readable, 1, first_key, shared.tiles[stage]);
-      if (kHeadDim > kValueDim) copy_rope(own, readable, first_key, shared.tiles[stage]);
-      cuda::wait_for_copies();
-    } else if (kHeadDim == kValueDim && of_tile.format == RowFormat::kV4) {
-      store_packed<true>(RowFormat::kV4, own, first, first_key, wait, shared.tiles[stage]);
+      if (kHeadDim > kValueDim)
+        bring_rope(RowFormat::kBf16, own, readable, first_key, shared.tiles[stage]);
     } else {
-      store_packed<false>(of_tile.format, own, first, first_key, wait, shared.tiles[stage]);
+      store_packed<kHeadDim>(of_tile.format, own, next, next_is_packed, coming, readable, first_key,
+                             wait, shared.tiles[stage]);
     }
+    cuda::wait_for_copies();
     if (lane == 0) shared.present[stage][warp] = static_cast<uint16_t>(present);
     cuda::shared_stores_before_wgmma();
     __syncwarp();
     if (lane == 0) cuda::mbarrier_arrive(shared.full[stage]);
-    if (tile + 1 < end) own = keep(layout(tile + 1), next.row, asked);
+    if (tile + 1 == end) break;
+    own = keep(layout(tile + 1), next.row, asked);
+    if (next_is_packed && !is_packed(tile)) coming = load_units(own);
   }
 }
 
