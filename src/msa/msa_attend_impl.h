@@ -28,6 +28,13 @@ size_t msa_attend_cuda_sm90_workspace(const MsaAttendProblem& problem, const Dev
 void msa_attend_cuda_sm90(const MsaAttendProblem& problem, const Device& device,
                           const MsaAttendTensors& tensors, Workspace workspace, Stream stream);
 
+Refusal msa_attend_cuda_sm90_decode_supports(const MsaAttendProblem& problem);
+Refusal msa_attend_cuda_sm90_decode_preferred(const MsaAttendProblem& problem);
+size_t msa_attend_cuda_sm90_decode_workspace(const MsaAttendProblem& problem, const Device& device);
+void msa_attend_cuda_sm90_decode(const MsaAttendProblem& problem, const Device& device,
+                                 const MsaAttendTensors& tensors, Workspace workspace,
+                                 Stream stream);
+
 /// Channels that share a scale in kQ8Kv4.
 inline constexpr int64_t kMsaKv4Group = 16;
 

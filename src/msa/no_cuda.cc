@@ -48,4 +48,12 @@ void msa_attend_cuda_sm90(const MsaAttendProblem&, const Device&, const MsaAtten
   without_cuda("msa_attend");
 }
 
+Refusal msa_attend_cuda_sm90_decode_supports(const MsaAttendProblem&) { return {}; }
+Refusal msa_attend_cuda_sm90_decode_preferred(const MsaAttendProblem&) { return {}; }
+size_t msa_attend_cuda_sm90_decode_workspace(const MsaAttendProblem&, const Device&) { return 0; }
+void msa_attend_cuda_sm90_decode(const MsaAttendProblem&, const Device&, const MsaAttendTensors&,
+                                 Workspace, Stream) {
+  without_cuda("msa_attend");
+}
+
 }  // namespace fovea::internal

@@ -14,6 +14,7 @@
 #define __forceinline__ inline
 #define __noinline__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __grid_constant__
 #define __shared__ thread_local  // of the one thread whose fibers the block is
 #define __align__(bytes) __attribute__((aligned(bytes)))
@@ -87,6 +88,12 @@ T __shfl_up_sync(uint32_t, T value, unsigned steps) {
   const unsigned own = threadIdx.x % 32;
   return fovea::test::gpu::Exchange<T>(value).from(own < steps ? own : own - steps);
 }
+inline int __reduce_max_sync(uint32_t, int value) {
+  const fovea::test::gpu::Exchange<int> shown(value);
+  for (unsigned i = 0; i < 32; ++i) value = std::max(value, shown.from(i));
+  return value;
+}
+inline int __reduce_min_sync(uint32_t mask, int value) { return ~__reduce_max_sync(mask, ~value); }
 inline uint32_t __ballot_sync(uint32_t, bool value) {
   const fovea::test::gpu::Exchange<bool> shown(value);
   uint32_t bits = 0;

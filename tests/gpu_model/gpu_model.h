@@ -63,6 +63,11 @@ class Exchange {
 
 /// A copy into shared memory that the thread has started.
 void start_copy(void* to, const void* from, int bytes, bool present);
+/// Ends a group of copies.
+void end_copy_group();
+/// Finishes all copies except those of the `pending` latest groups.
+void finish_copies(size_t pending);
+/// Finishes all copies, groups or not.
 void finish_copies();
 
 /// Work that the thread has begun, in series, each done when the thread waits for it.
@@ -70,8 +75,16 @@ void start_work(std::function<void()> work);
 void close_work();               ///< Ends a series.
 void finish_work(int num_left);  ///< All series but the last ones.
 
+/// The barrier of a cluster, in two halves.
+void arrive_cluster();
+void wait_cluster();
+/// Where block `rank` of the cluster has what this one has at `own` in settings().shared_memory.
+const void* of_cluster(const void* own, unsigned rank);
+unsigned cluster_rank();
+
 /// Runs every block of a grid, threads x blocks; throws std::logic_error when its threads wait for
-/// ever or leave copies or work behind.
+/// ever or leave copies or work behind. The blocks of a cluster run by turns, each until its
+/// threads wait.
 void run_grid(const Dim& grid, const Dim& block, const std::function<void()>& kernel);
 
 /// What the modelled device has, and the order of its threads; tests change them.
@@ -79,6 +92,9 @@ struct Settings {
   int num_sms = 132;
   int64_t max_shared_bytes = 232448;
   unsigned seed = 1;
+  unsigned cluster_blocks = 1;    ///< Of grids that they divide
+  void* shared_memory = nullptr;  ///< Of the block that runs, for clusters
+  size_t shared_memory_bytes = 0;
 };
 Settings& settings();
 

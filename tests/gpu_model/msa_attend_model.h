@@ -8,4 +8,7 @@ namespace fovea::test::gpu {
 /// plan() would fill in.
 void run_msa_attend_sm90(const MsaAttendProblem& problem, const MsaAttendTensors& tensors);
 
+/// The same as cuda_sm90_decode; returns the blocks of a cluster.
+int64_t run_msa_attend_decode(const MsaAttendProblem& problem, const MsaAttendTensors& tensors);
+
 }  // namespace fovea::test::gpu

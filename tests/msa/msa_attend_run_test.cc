@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "fovea/stream.h"
+#include "src/core/implementation_list.h"
 #include "tests/msa/msa_attend_target.h"
 
 // Plans, graphs, layouts and memory.
@@ -16,6 +17,50 @@ using test::Tensor;
 class MsaAttendRunTest : public test::AttendTargetTest {};
 INSTANTIATE_TEST_SUITE_P(Targets, MsaAttendRunTest,
                          testing::ValuesIn(test::targets_of("msa_attend")), test::target_name);
+
+// Decodes of `requests` rows with 4 KV heads and lists of 16 blocks of 128, over one small cache.
+AttendCase decode_case(int32_t requests, int64_t group) {
+  constexpr int32_t kPages = 17, kBlock = 128;
+  std::vector<int32_t> lengths(static_cast<size_t>(requests));
+  for (int32_t r = 0; r < requests; ++r)
+    lengths[static_cast<size_t>(r)] = kPages * kBlock - 61 * r % (2 * kBlock);
+  PagedBatch batch(lengths, std::vector<int32_t>(lengths.size(), 1), kBlock, 3, 0);
+  batch.num_pages = kPages;
+  for (int64_t i = 0; i < requests * kPages; ++i) batch.page_table.data<int32_t>()[i] %= kPages;
+  // The pages of the first request are all there are.
+  for (int32_t i = 0; i < kPages; ++i) batch.page_table.data<int32_t>()[i] = (5 * i + 3) % kPages;
+  batch.lengths.assign(lengths.size(), 0);
+  batch.lengths[0] = kPages * kBlock;
+  AttendCase attend(std::move(batch), 4 * group, 4, 128, 16);
+  attend.batch.lengths = lengths;
+  attend.random_lists(7);
+  return attend;
+}
+
+// A row in 16, 8, 2 parts and one.
+TEST_P(MsaAttendRunTest, DecodesOfEveryBatchFollowTheReference) {
+  if (GetParam().kind != DeviceKind::kCuda) GTEST_SKIP() << "plans of a GPU";
+  for (const int32_t requests : {1, 3, 16, 64}) {
+    SCOPED_TRACE(requests);
+    AttendCase attend = decode_case(requests, requests == 1 ? 16 : 1);
+    expect_reference(attend, 2);
+  }
+}
+
+TEST(MsaAttend, CudaDecodesChooseTheKernelForFewRows) {
+  if (const std::string reason = internal::cuda_sm90_available(); !reason.empty())
+    GTEST_SKIP() << reason;
+  MsaAttendProblem problem = decode_case(1, 16).problem();
+  const auto chosen = [&] {
+    return MsaAttend::plan(problem, Device::cuda(0)).implementation().name;
+  };
+  for (const int64_t requests : {1, 16, 64, 128, 256}) {
+    problem.max_rows = problem.max_requests = requests;
+    EXPECT_EQ(chosen(), "cuda_sm90_decode") << requests;
+  }
+  problem.kv_mode = MsaKvMode::kKv8;
+  EXPECT_EQ(chosen(), "cuda_portable");
+}
 
 TEST_P(MsaAttendRunTest, SmallCase9OnePlanForGrowingAndShrinkingLengths) {
   AttendCase attend(PagedBatch({4096, 4096, 4096}, {1, 1, 1}, 128, 5, 1), 16, 1, 64, 4);

@@ -12,7 +12,7 @@ class AttendTargetTest : public TargetTest {
   void run(AttendCase& attend, int threads = 1) {
     attend.run(options_of(attend.problem()), threads);
   }
-  // Cases that cuda_sm90 refuses run on the implementation behind it.
+  // Cases that an implementation for some shapes refuses run on the one for all of them.
   static Options options_of(const MsaAttendProblem& problem) {
     try {
       MsaAttend::plan(problem, GetParam().device(), GetParam().options());

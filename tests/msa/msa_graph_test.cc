@@ -23,8 +23,8 @@ namespace {
 
 using test::Tensor;
 
-constexpr int64_t kRequests = 8, kRows = 20, kBlock = 16, kPages = 12, kWidth = kPages * kBlock;
-constexpr int64_t kHeads = 8, kKvHeads = 2, kDim = 64, kTopk = 4, kPoolPages = 40;
+constexpr int64_t kRequests = 8, kRows = 20, kBlock = 64, kPages = 12, kWidth = kPages * kBlock;
+constexpr int64_t kHeads = 8, kKvHeads = 2, kDim = 64, kTopk = 8, kPoolPages = 40;
 
 // The caches that all steps read.
 struct Pools {

@@ -123,12 +123,17 @@ __device__ inline uint4 load_channels(const TokenRow& row, int channel) {
   }
 }
 
-// Channels of query head `head` of the group, zeros where there is none.
+// Channels of query head `head` of the group, zeros where there is none. Queries beside bf16 caches
+// are bf16; beside others `q_is_e4m3` says.
+template <Stored kStored>
 __device__ inline uint4 load_query(const AttendParams& params, int64_t t, int64_t kv_head, int head,
                                    int channel) {
+  // Ahead of the branch: neighbouring calls share it.
+  const int64_t row = t * params.q_row + (kv_head * params.group + head) * params.q_head;
   if (head >= params.group || channel >= params.head_dim) return make_uint4(0, 0, 0, 0);
-  const int64_t at = t * params.q_row + (kv_head * params.group + head) * params.q_head + channel;
-  if (params.q_is_e4m3) return decode_e4m3(static_cast<const uint8_t*>(params.q) + at);
+  const int64_t at = row + channel;
+  if (kStored != Stored::kBf16 && params.q_is_e4m3)
+    return decode_e4m3(static_cast<const uint8_t*>(params.q) + at);
   return *reinterpret_cast<const uint4*>(static_cast<const bf16_t*>(params.q) + at);
 }
 
@@ -292,25 +297,9 @@ class Chain {
 
   // Every lane has the state and its share of the values afterwards.
   __device__ void run(const MsaRow& row, const ListMemory& list, int first_step, int end_step,
-                      ChainState& state, MmaC (&values)[kProducts]) {
-    bool careful = false;
-    while (true) {
-      walk(StepWalk(params_, row, list, first_step, end_step), careful, state, values);
-      if (careful) break;
-      bool nan = false;
-#pragma unroll
-      for (const MmaC& value : values) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) nan = nan || isnan(value.x[i]);
-      }
-      if (!__any_sync(0xFFFFFFFF, nan)) break;
-      careful = true;
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      state.sum[half] += __shfl_xor_sync(0xFFFFFFFF, state.sum[half], 1);
-      state.sum[half] += __shfl_xor_sync(0xFFFFFFFF, state.sum[half], 2);
-    }
+                      ChainState& state, MmaC (&values)[kProducts]) const {
+    const StepWalk steps(params_, row, list, first_step, end_step);
+    go([&](bool careful) { walk(steps, careful, state, values); }, state, values);
   }
 
   // Calls each(half, channel, values) for every 8 channels of its heads lane / 4 + 8 * half.
@@ -334,10 +323,33 @@ class Chain {
     }
   }
 
- private:
+ protected:
+  // walk(careful) fills state and values, a lane its share of the sums.
+  template <class Walk>
+  __device__ static void go(Walk walk, ChainState& state, MmaC (&values)[kProducts]) {
+    bool careful = false;
+    while (true) {
+      walk(careful);
+      if (careful) break;
+      bool nan = false;
+#pragma unroll
+      for (const MmaC& value : values) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) nan = nan || isnan(value.x[i]);
+      }
+      if (!__any_sync(0xFFFFFFFF, nan)) break;
+      careful = true;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      state.sum[half] += __shfl_xor_sync(0xFFFFFFFF, state.sum[half], 1);
+      state.sum[half] += __shfl_xor_sync(0xFFFFFFFF, state.sum[half], 2);
+    }
+  }
+
   __device__ void load_queries(int first, MmaA (&queries)[2]) const {
-    const uint4 low = load_query(params_, t_, kv_head_, g_, first + 8 * c_);
-    const uint4 high = load_query(params_, t_, kv_head_, g_ + 8, first + 8 * c_);
+    const uint4 low = load_query<kStored>(params_, t_, kv_head_, g_, first + 8 * c_);
+    const uint4 high = load_query<kStored>(params_, t_, kv_head_, g_ + 8, first + 8 * c_);
     queries[0] = {{low.x, high.x, low.y, high.y}};
     queries[1] = {{low.z, high.z, low.w, high.w}};
   }
@@ -379,6 +391,23 @@ class Chain {
   __device__ static void multiply(const MmaA (&queries)[2], const uint4& key, MmaC& logits) {
     cuda::mma(logits, queries[0], MmaB{{key.x, key.y}});
     cuda::mma(logits, queries[1], MmaB{{key.z, key.w}});
+  }
+
+  __device__ void multiply_all(const uint4 (&keys)[2][kDeep], MmaC (&logits)[2]) const {
+    // Two sums a logit: a product waits for the one before it.
+    MmaC odd[2] = {};
+#pragma unroll
+    for (int d = 0; d < kDeep; ++d) {
+#pragma unroll
+      for (int u = 0; u < 2; ++u) {
+        multiply(queries_[d], keys[u][d], d % 2 == 0 ? logits[u] : odd[u]);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) logits[u].x[i] += odd[u].x[i];
+    }
   }
 
   // A scale of the step's token `token`; `other` where the row does not see it.
@@ -476,6 +505,25 @@ class Chain {
     }
   }
 
+  // What a step adds: its products, and then its values, which are in registers.
+  __device__ void add_step(const Step& step, MmaC (&logits)[2], const uint4 (&loaded)[kGroups][4],
+                           bool careful, ChainState& state, MmaC (&values)[kProducts]) const {
+    float shrink[2];
+    softmax(step, logits, state, shrink);
+    if (__any_sync(0xFFFFFFFF, shrink[0] != 1 || shrink[1] != 1)) {
+#pragma unroll
+      for (MmaC& value : values) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) value.x[i] *= shrink[i / 2];
+      }
+    }
+    if (careful) {
+      add_values<true>(logits, loaded, values);
+    } else {
+      add_values<false>(logits, loaded, values);
+    }
+  }
+
   __device__ void walk(StepWalk steps, bool careful, ChainState& state,
                        MmaC (&values)[kProducts]) const {
 #pragma unroll
@@ -504,37 +552,11 @@ class Chain {
           }
         }
       } else {
-        // Two sums a logit: a product waits for the one before it.
-        MmaC odd[2] = {};
-#pragma unroll
-        for (int d = 0; d < kDeep; ++d) {
-#pragma unroll
-          for (int u = 0; u < 2; ++u) {
-            multiply(queries_[d], keys[u][d], d % 2 == 0 ? logits[u] : odd[u]);
-          }
-        }
-#pragma unroll
-        for (int u = 0; u < 2; ++u) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) logits[u].x[i] += odd[u].x[i];
-        }
+        multiply_all(keys, logits);
         // The keys of the next step arrive during the rest of this one.
         if (!steps.done()) load_keys(steps.step(), keys);
       }
-      float shrink[2];
-      softmax(step, logits, state, shrink);
-      if (__any_sync(0xFFFFFFFF, shrink[0] != 1 || shrink[1] != 1)) {
-#pragma unroll
-        for (MmaC& value : values) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) value.x[i] *= shrink[i / 2];
-        }
-      }
-      if (careful) {
-        add_values<true>(logits, loaded, values);
-      } else {
-        add_values<false>(logits, loaded, values);
-      }
+      add_step(step, logits, loaded, careful, state, values);
     }
   }
 

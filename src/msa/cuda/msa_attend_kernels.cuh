@@ -35,16 +35,22 @@ __device__ inline HeadResult finish_head(const AttendParams& params, int64_t kv_
 }
 
 // Adding +0 turns -0 into +0: an order of sums must not show in the sign of a zero.
-__device__ inline void store_eight(const HeadResult& head, const float (&values)[kEight],
-                                   bf16_t* to) {
-  uint32_t words[4];
+template <int kCount>
+__device__ inline void store_channels(const HeadResult& head, const float (&values)[kCount],
+                                      bf16_t* to) {
+  static_assert(kCount == 4 || kCount == 8);
+  uint32_t words[kCount / 2];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < kCount / 2; ++i) {
     const float low = head.empty ? 0.0f : values[2 * i] * head.factor + 0.0f;
     const float high = head.empty ? 0.0f : values[2 * i + 1] * head.factor + 0.0f;
     words[i] = cuda::bf16_pair(low, high);
   }
-  *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+  if constexpr (kCount == 8) {
+    *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+  } else {
+    *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
+  }
 }
 
 // Steps of a list: only its last block may be seen in part.
@@ -88,7 +94,7 @@ __global__ void __launch_bounds__(kRowWarps* kWarpThreads, 1)
   }
   chain.for_outputs(values, [&](int half, int channel, const float(&eight)[kEight]) {
     const int64_t head = kv_head * params.group + lane / 4 + 8 * half;
-    store_eight(results[half], eight, params.inputs.out.row(t, head) + channel);
+    store_channels(results[half], eight, params.inputs.out.row(t, head) + channel);
   });
 }
 
@@ -192,7 +198,7 @@ __global__ void __launch_bounds__(kPartWarps* kWarpThreads, 2)
       const int64_t head = kv_head * params.group + own;
       const HeadResult result = finish_head(params, kv_head, head, sums.largest, sums.sum);
       if (params.inputs.lse && first) params.inputs.lse(t, head) = result.lse;
-      store_eight(result, total, params.inputs.out.row(t, head) + first_channel + channel);
+      store_channels(result, total, params.inputs.out.row(t, head) + first_channel + channel);
       continue;
     }
     const int64_t at = (pair * params.num_parts + part) * params.group + own;
@@ -229,11 +235,14 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t head = kv_head * params.group + own;
     const HeadResult result = finish_head(params, kv_head, head, sums.largest, sums.sum);
     if (params.inputs.lse && channel == 0) params.inputs.lse(t, head) = result.lse;
-    store_eight(result, total, params.inputs.out.row(t, head) + channel);
+    store_channels(result, total, params.inputs.out.row(t, head) + channel);
   }
 }
 
 inline constexpr char kAttendOp[] = "msa_attend";
+
+// Of so many requests a warp finds that of its row in the time that a launch takes.
+inline constexpr int64_t kMaxSoughtRequests = 512;
 
 inline int64_t steps_per_block(int64_t block_size) {
   return (block_size + kStepKeys - 1) / kStepKeys;

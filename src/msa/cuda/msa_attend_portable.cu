@@ -11,8 +11,6 @@ using msa::AttendParams;
 
 constexpr int64_t kMaxTopk = 1024;
 constexpr int64_t kMaxParts = 16;
-// Of so many requests a warp finds that of its row in the time that a launch takes.
-constexpr int64_t kMaxSoughtRequests = 512;
 
 // What follows from problem and device: which kernel, and how many parts a row has.
 struct Shape {
@@ -21,7 +19,7 @@ struct Shape {
   int64_t parts = 1;
 
   Shape(const MsaAttendProblem& problem, const Device& device) {
-    has_offsets = problem.max_requests > kMaxSoughtRequests;
+    has_offsets = problem.max_requests > msa::kMaxSoughtRequests;
     // Fixed chains, whatever the number of rows is.
     if (problem.batch_invariant) return;
     const int64_t warps = cuda::device_facts(device.ordinal).num_sms * int64_t{msa::kRowWarps};

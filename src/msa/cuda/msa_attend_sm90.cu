@@ -683,7 +683,7 @@ __global__ void __launch_bounds__(kFoldWarps* kWarpThreads)
 #pragma unroll
   for (float& x : total) x += __shfl_xor_sync(kAllLanes, x, kHalfWarp);
   if (!present || half != 0) return;
-  store_eight({result.lse, 1.0f, result.empty}, total, attend.inputs.out.row(t, head) + channel);
+  store_channels({result.lse, 1.0f, result.empty}, total, attend.inputs.out.row(t, head) + channel);
 }
 
 // What follows from the problem.

@@ -19,34 +19,70 @@ __device__ inline MsaRowRange msa_rows_of(const MsaDeviceRows& rows, int64_t req
   return {rows.offsets[request], rows.offsets[request + 1]};
 }
 
-__device__ inline MsaRow find_msa_row(const MsaDeviceRows& rows, int64_t t) {
+/// The request of a row, -1: none, and what it owns.
+struct MsaRowPlace {
+  int64_t request = -1;
+  MsaRowRange range;
+
+  __device__ MsaRow row(const MsaBatch& batch, int64_t t) const {
+    return request < 0 ? MsaRow{} : batch.row(request, range, t);
+  }
+};
+
+__device__ inline MsaRowPlace find_msa_place(const MsaDeviceRows& rows, int64_t t) {
   const auto begin_of = [&](int64_t r) { return int64_t{rows.offsets[r]}; };
   const int64_t r = cuda::count_up_to(begin_of, rows.batch.num_requests(), t) - 1;
   if (r < 0) return {};
   const MsaRowRange range = msa_rows_of(rows, r);
-  return t < range.end ? rows.batch.row(r, range, t) : MsaRow{};
+  return t < range.end ? MsaRowPlace{r, range} : MsaRowPlace{};
 }
 
-/// find_msa_row() from the untrusted offsets themselves, for few requests: the first offset above t
-/// ends the request of t, and those before it never reach further than its beginning. Every lane of
-/// the warp calls it, with one t.
-__device__ inline MsaRow seek_msa_row(const MsaBatch& batch, int64_t t) {
+__device__ inline MsaRow find_msa_row(const MsaDeviceRows& rows, int64_t t) {
+  return find_msa_place(rows, t).row(rows.batch, t);
+}
+
+/// find_msa_place() from the untrusted offsets themselves, for few requests and rows of 32 bits:
+/// the first offset above t ends the request of t, and those before it never reach further than its
+/// beginning. Every lane of the warp calls it, with one t.
+__device__ inline MsaRowPlace seek_msa_place(const MsaBatch& batch, int64_t t) {
   constexpr uint32_t kAllLanes = 0xFFFFFFFF;
+  constexpr int kLoads = 5;  // at a time: 128 requests take one way to memory
+  constexpr int kNone = INT32_MAX;
   const int lane = threadIdx.x % cuda::kWarpThreads;
-  const int64_t count = batch.num_requests() + 1;
-  int64_t begin = 0;
-  for (int64_t base = 0; base < count; base += cuda::kWarpThreads) {
-    const int64_t i = base + lane;
-    const int64_t offset = i < count ? batch.offset(i) : 0;
-    const uint32_t above = __ballot_sync(kAllLanes, offset > t);
-    const int first = above == 0 ? cuda::kWarpThreads : __ffs(static_cast<int>(above)) - 1;
-    begin = max(begin, cuda::warp_max(lane < first ? offset : 0));
-    if (above == 0) continue;
-    const int64_t end = __shfl_sync(kAllLanes, offset, first);
-    const int64_t request = base + first - 1;
-    return request < 0 ? MsaRow{} : batch.row(request, {begin, end}, t);
+  const int count = static_cast<int>(batch.num_requests()) + 1;
+  const auto row = static_cast<int32_t>(t);
+  int32_t begin = 0;
+  for (int base = lane; base < count + lane; base += kLoads * cuda::kWarpThreads) {
+    int32_t offsets[kLoads];
+#pragma unroll
+    for (int k = 0; k < kLoads; ++k) {
+      const int i = base + k * cuda::kWarpThreads;
+      offsets[k] = i < count ? static_cast<int32_t>(batch.offset(i)) : 0;
+    }
+    int own = kNone;
+    int32_t end = 0;
+#pragma unroll
+    for (int k = kLoads - 1; k >= 0; --k) {
+      if (offsets[k] <= row) continue;
+      own = base + k * cuda::kWarpThreads;
+      end = offsets[k];
+    }
+    const int first = __reduce_min_sync(kAllLanes, own);
+    int32_t before = 0;
+#pragma unroll
+    for (int k = 0; k < kLoads; ++k) {
+      if (base + k * cuda::kWarpThreads < first) before = max(before, offsets[k]);
+    }
+    begin = max(begin, __reduce_max_sync(kAllLanes, before));
+    if (first == kNone) continue;
+    end = __reduce_max_sync(kAllLanes, own == first ? end : 0);
+    return first == 0 ? MsaRowPlace{} : MsaRowPlace{first - 1, {begin, end}};
   }
   return {};
+}
+
+__device__ inline MsaRow seek_msa_row(const MsaBatch& batch, int64_t t) {
+  return seek_msa_place(batch, t).row(batch, t);
 }
 
 /// Fills offsets[0 .. R] and returns the rows that they describe.

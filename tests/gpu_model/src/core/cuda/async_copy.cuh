@@ -10,6 +10,11 @@ template <int kBytes>
 void copy_async(void* to, const void* from, bool present) {
   test::gpu::start_copy(to, from, kBytes, present);
 }
+inline void commit_copies() { test::gpu::end_copy_group(); }
+template <int kPending>
+void wait_copies() {
+  test::gpu::finish_copies(kPending);
+}
 inline void wait_for_copies() { test::gpu::finish_copies(); }
 inline void sync_some(int barrier, int threads) { test::gpu::wait_block(barrier, threads); }
 inline void arrive_some(int barrier, int threads) { test::gpu::arrive_block(barrier, threads); }
