@@ -46,6 +46,8 @@ bool look(const std::atomic<T>& value, Holds holds) {
       if (holds(value.load())) return true;
       relax();
     }
+    // Where threads outnumber cores, one that only looks must not keep one from working.
+    std::this_thread::yield();
   } while (std::chrono::steady_clock::now() < end);
   return false;
 }
