@@ -53,4 +53,10 @@ __device__ inline void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+/// sync_some() (async_copy.cuh) from several places of the program: warps with different tasks wait
+/// for each other.
+__device__ inline void sync_roles(int barrier, int threads) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 }  // namespace fovea::internal::cuda

@@ -429,7 +429,7 @@ __device__ __forceinline__ void ask_queries(const Queries& queries, int64_t t, i
 __device__ __forceinline__ void wait_for_queries() {
   cuda::wait_for_copies();
   cuda::shared_stores_before_wgmma();
-  cuda::sync_some(kConsumers, 2 * kGroupThreads);
+  cuda::sync_roles(kConsumers, 2 * kGroupThreads);
 }
 
 // Asks for Q K^T of a tile.
@@ -674,7 +674,7 @@ __device__ __forceinline__ void attend_left(const Target& to, int64_t num_tiles,
     cuda::wgmma_wait<0>();
     cuda::wgmma_pin(dots);
     // The other warpgroup has read the last weights, and now takes their rests.
-    if (i > 0) cuda::sync_some(kWeightsRead, 2 * kGroupThreads);
+    if (i > 0) cuda::sync_roles(kWeightsRead, 2 * kGroupThreads);
     const uint64_t present = *reinterpret_cast<const uint64_t*>(shared.present[stage]);
     const bool any_rests =
         softmax(to.params.scores, present, dots, state, shared.weights, tile[kRestPanel]);
@@ -695,9 +695,9 @@ __device__ __forceinline__ void attend_left(const Target& to, int64_t num_tiles,
   }
   cuda::wgmma_wait<0>();
   cuda::wgmma_pin(values);
-  if (num_tiles > 0) cuda::sync_some(kWeightsRead, 2 * kGroupThreads);
+  if (num_tiles > 0) cuda::sync_roles(kWeightsRead, 2 * kGroupThreads);
   store_heads(to, state, shared);
-  cuda::sync_some(kConsumers, 2 * kGroupThreads);
+  cuda::sync_roles(kConsumers, 2 * kGroupThreads);
   store_values(to, 0, values, shared.factors, shared.staged(0));
 }
 
@@ -712,7 +712,7 @@ __device__ __forceinline__ void attend_right(const Target& to, int64_t num_tiles
     const int stage = static_cast<int>(i % kStages);
     auto& tile = shared.tiles[stage];
     cuda::mbarrier_wait(shared.full[stage], i / kStages);
-    cuda::sync_some(kWeightsReady, 2 * kGroupThreads);
+    cuda::sync_roles(kWeightsReady, 2 * kGroupThreads);
     const bool has_rests = *reinterpret_cast<const uint32_t*>(shared.has_rests) != 0;
     shrink_values(shared.factors[low_head()], shared.factors[low_head() + 8], values);
     cuda::wgmma_fence();
@@ -721,7 +721,7 @@ __device__ __forceinline__ void attend_right(const Target& to, int64_t num_tiles
     cuda::wgmma_wait<0>();
     cuda::wgmma_pin(values);
     if (!has_rests && leads) cuda::mbarrier_arrive(shared.right_free[stage]);
-    cuda::sync_some(kWeightsRead, 2 * kGroupThreads);
+    cuda::sync_roles(kWeightsRead, 2 * kGroupThreads);
     if (!has_rests) continue;
     cuda::wgmma_fence();
     multiply_values(tile[kRestPanel], tile, kHalfPanels, values);
@@ -730,7 +730,7 @@ __device__ __forceinline__ void attend_right(const Target& to, int64_t num_tiles
     cuda::wgmma_pin(values);
     if (leads) cuda::mbarrier_arrive(shared.right_free[stage]);
   }
-  cuda::sync_some(kConsumers, 2 * kGroupThreads);
+  cuda::sync_roles(kConsumers, 2 * kGroupThreads);
   store_values(to, kHalfChannels, values, shared.factors, shared.staged(1));
 }
 

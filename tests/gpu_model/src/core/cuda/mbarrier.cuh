@@ -24,6 +24,8 @@ inline void mbarrier_wait(Mbarrier& barrier, int64_t phase) {
   if (under_way() > phase + 1) throw std::logic_error("a barrier is two phases ahead of a thread");
 }
 
+inline void sync_roles(int barrier, int threads) { test::gpu::wait_block(barrier, threads); }
+
 template <int kRegisters>
 void give_registers() {}
 template <int kRegisters>
