@@ -102,7 +102,7 @@ struct OutState {
 
 template <class Tensors>
 std::string out_state_difference(const Tensors& actual, const Tensors& reference) {
-  const std::string wrong = difference_text("out", actual.out, reference.out, kKdaOutput);
+  std::string wrong = difference_text("out", actual.out, reference.out, kKdaOutput);
   if (!wrong.empty()) return wrong;
   return difference_text("state", actual.state, reference.state,
                          reference.state.dtype == DType::kF32 ? kKdaState : kKdaBf16State);
@@ -294,7 +294,7 @@ class KdaVerifyCase : public OperatorCase<KdaVerify, OutState> {
   }
   std::string difference(const KdaVerifyTensors& actual,
                          const KdaVerifyTensors& reference) override {
-    const std::string wrong = difference_text("out", actual.out, reference.out, kKdaOutput);
+    std::string wrong = difference_text("out", actual.out, reference.out, kKdaOutput);
     if (!wrong.empty()) return wrong;
     return difference_text("scratch", actual.scratch, reference.scratch, kKdaState);
   }
@@ -408,7 +408,7 @@ class CausalConv1dCase : public OperatorCase<CausalConv1d, ConvOutputs> {
   }
   std::string difference(const CausalConv1dTensors& actual,
                          const CausalConv1dTensors& reference) override {
-    const std::string wrong = difference_text("out", actual.out, reference.out, kBf16Output);
+    std::string wrong = difference_text("out", actual.out, reference.out, kBf16Output);
     if (!wrong.empty()) return wrong;
     return difference_text("window_state", actual.window_state, reference.window_state, {});
   }

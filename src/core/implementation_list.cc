@@ -99,6 +99,7 @@ std::vector<OperatorInfo> operators() {
     entries = registry().operators;
   }
   std::vector<OperatorInfo> infos;
+  infos.reserve(entries.size());
   for (const RegisteredOperator& entry : entries)
     infos.push_back({entry.name, entry.room, entry.list()});
   std::sort(infos.begin(), infos.end(), [](const OperatorInfo& a, const OperatorInfo& b) {

@@ -149,7 +149,7 @@ class Prefetcher {
       ++next_key_;
     }
     // Into the second-level cache: a tile is larger than the first.
-    __builtin_prefetch(reinterpret_cast<const void*>(cursor_), 0, 2);
+    __builtin_prefetch(reinterpret_cast<const void*>(cursor_), 0, 2);  // NOLINT
     cursor_ += kLineBytes;
   }
 
