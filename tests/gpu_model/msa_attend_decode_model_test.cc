@@ -4,8 +4,7 @@
 
 #include <array>
 
-#include "tests/gpu_model/gpu_model.h"
-#include "tests/gpu_model/msa_attend_model.h"
+#include "tests/gpu_model/msa_attend_model_suite.h"
 #include "tests/msa/msa_attend_case.h"
 #include "tests/support/compare.h"
 
@@ -16,47 +15,11 @@ using test::AttendCase;
 using test::PagedBatch;
 using test::Tensor;
 
-class MsaAttendDecodeModel : public testing::Test {
- protected:
-  void TearDown() override { test::gpu::settings() = {}; }
-
-  // Returns the blocks of a cluster.
-  static int64_t run(AttendCase& attend) {
-    MsaAttendProblem problem = attend.problem();
-    if (problem.softmax_scale == 0) {
-      problem.softmax_scale = 1.0f / std::sqrt(static_cast<float>(problem.head_dim));
-    }
-    attend.make_outputs();
-    return test::gpu::run_msa_attend_decode(problem, attend.tensors());
-  }
-  static int64_t expect_reference(AttendCase& attend) {
-    AttendCase expected = attend;
-    expected.run({"ref"});
-    const int64_t parts = run(attend);
-    EXPECT_TRUE(test::ExpectClose(attend.out.view(), expected.out.view(), test::kBf16Output));
-    EXPECT_TRUE(test::ExpectClose(attend.lse.view(), expected.lse.view(), test::kLse));
-    return parts;
-  }
-};
+// Runs return the blocks of a cluster.
+class MsaAttendDecodeModel : public test::MsaAttendModelSuite<test::gpu::run_msa_attend_decode> {};
 
 TEST_F(MsaAttendDecodeModel, FollowsTheReferenceForEveryShape) {
-  struct Form {
-    int64_t group, kv_heads, dim, block;
-  };
-  uint64_t seed = 1;
-  for (const Form& form : {Form{1, 3, 64, 16}, Form{16, 1, 128, 128}, Form{5, 2, 48, 40},
-                           Form{16, 2, 16, 64}, Form{8, 1, 80, 100}}) {
-    const auto b = static_cast<int32_t>(form.block);
-    AttendCase attend(
-        PagedBatch({2 * b + 5, 0, b + b / 2, 1, b - 1}, {2, 0, 5, 1, 1}, form.block, seed, 1, 2),
-        form.group * form.kv_heads, form.kv_heads, form.dim, 3, seed);
-    attend.causal = seed % 2 == 0;
-    attend.has_sink = true;
-    attend.sink = Tensor::f32({attend.heads}, test::Rng(seed).normals(attend.heads, 2));
-    test::gpu::settings().seed = static_cast<unsigned>(++seed);
-    SCOPED_TRACE(form.block);
-    expect_reference(attend);
-  }
+  expect_reference_for_every_shape();
 }
 
 // From a whole list a block to the largest cluster; the lengths leave the last parts without steps.
