@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from . import _native
 from ._backend import OperatorCall, StepPlan
-from ._errors import DeviceError, Error, InternalError, InvalidArgument, OutOfMemory, Unsupported
+from ._errors import DeviceError, Error, InternalError, InvalidArgument, Mismatch, OutOfMemory, Unsupported
 from ._info import available, get_num_threads, implementations, operators, set_num_threads
 from .batch import context_split, metadata_check, metadata_refresh, paged_schedule, split_schedule
 from .cache import move_rows, pack_rows, unpack_rows
@@ -81,6 +81,7 @@ __all__ = [
     "InvalidArgument",
     "KdaBackend",
     "KvPool",
+    "Mismatch",
     "MsaBackend",
     "OperatorCall",
     "OutOfMemory",

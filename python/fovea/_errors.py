@@ -38,6 +38,12 @@ class DeviceError(Error):
     code = "device"
 
 
+class Mismatch(Error):
+    """A verification that was asked for (``verify_metadata``) found a difference; the text names the first one."""
+
+    code = "mismatch"
+
+
 class InternalError(Error):
     """A broken invariant of the library itself: please report it."""
 
@@ -45,5 +51,9 @@ class InternalError(Error):
 
 
 _native.register_errors(
-    {kind.code: kind for kind in (InvalidArgument, Unsupported, OutOfMemory, DeviceError, InternalError)}, Error
+    {
+        kind.code: kind
+        for kind in (InvalidArgument, Unsupported, OutOfMemory, DeviceError, Mismatch, InternalError)
+    },
+    Error,
 )

@@ -154,6 +154,7 @@ class DsaBackend(Backend):
 
         Raises:
             InvalidArgument, Unsupported: naming the tensor; the previous step stays current.
+            Mismatch: with ``verify_metadata``; the arrays are the refreshed ones.
         """
         self._begin(DsaBackend.begin_step, locals())
 
