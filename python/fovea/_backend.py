@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any, Mapping, NamedTuple, Optional, Sequence, Union
 
-from ._call import keywords
+from ._call import keywords, outputs
 from ._errors import InvalidArgument
 from ._native import TensorView
 
@@ -68,6 +68,12 @@ def plan_of(call: str, plan: Optional[StepPlan]) -> Any:
     raise InvalidArgument(f"{call}: plan is of type {type(plan).__name__}, expected a StepPlan")
 
 
+def plan_of_verify(call: str, plan: Optional[StepPlan]) -> Any:
+    if plan is None:
+        raise InvalidArgument(f"{call}: plan is None, expected that of the verify")
+    return plan_of(call, plan)
+
+
 class Backend:
     _name: str
     _native: Any
@@ -92,6 +98,26 @@ class Backend:
                 raise InvalidArgument(f"{call}: context_split = {split!r}, expected (ranks, rank, scheme)") from None
         lengths = (_host(call, name, arguments[name]) for name in ("host_seq_len", "host_ext_len"))
         self._call("begin_step", plan, params, tensors, *lengths, plan_of(call, plan), arguments["stream"])
+
+    def _forward(
+        self,
+        function: Any,
+        arguments: Mapping[str, Any],
+        results: tuple[str, ...],
+        native: tuple[Any, ...] = (),
+        **optional: bool,
+    ) -> tuple[Any, ...]:
+        """Runs a forward on the `arguments` of `function`, which are its locals(): its results, then the wanted ones of
+        the `optional`. `native`: method of the module and its first argument, where these are not name and parameters.
+        """
+        call, plan = f"{self._name}.{function.__name__}", arguments["plan"]
+        tensors, params = keywords(function, arguments)
+        method, first = native or (function.__name__, params)
+        results += tuple(name for name, wanted in optional.items() if wanted)
+        unwanted = (tuple(name for name, wanted in optional.items() if not wanted),) if optional else ()
+        where, given = plan_of(call, plan), outputs(call, results, arguments["out"])
+        found = self._call(method, plan, first, tensors, given, *unwanted, where, arguments["stream"])
+        return tuple(found.get(name) for name in results)
 
     def make_step_plan(self, mode: str, num_requests: int, rows_per_request: int = 1) -> StepPlan:
         """Buffers for the steps of one bucket; they begin with a step of padded requests, which stores nothing.

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Optional, Sequence
 
 from . import _native
 from ._backend import Backend, HostLengths, StepPlan, plan_of
-from ._call import Out, Tensor, keywords, outputs
+from ._call import Out, Tensor, keywords
 from ._errors import InvalidArgument
 
 
@@ -250,12 +250,7 @@ class DsaBackend(Backend):
         Raises:
             InvalidArgument: before anything is written.
         """
-        names = ("out", "lse", "indices") if return_indices else ("out", "lse")
-        tensors, params = keywords(DsaBackend.forward, locals())
-        unwanted = () if return_indices else ("indices",)
-        where, given = plan_of("DsaBackend.forward", plan), outputs("DsaBackend.forward", names, out)
-        found = self._call("forward", plan, params, tensors, given, unwanted, where, stream)
-        return tuple(found.get(name) for name in names)
+        return self._forward(DsaBackend.forward, locals(), ("out", "lse"), indices=return_indices)
 
     def dispatch(self, plan: Optional[StepPlan] = None) -> dict[str, Any]:
         """What runs in the current step, or in that of ``plan``: kernel, one_shot, skip_selection, transform, reasons."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Optional
 
 from . import _native
-from ._backend import Backend, HostLengths, StepPlan, plan_of
-from ._call import Out, Tensor, keywords, outputs
-from ._errors import InvalidArgument
+from ._backend import Backend, HostLengths, StepPlan, plan_of_verify
+from ._call import Out, Tensor, keywords
 
 
 class KdaBackend(Backend):
@@ -160,10 +159,7 @@ class KdaBackend(Backend):
         Raises:
             InvalidArgument: before anything is written.
         """
-        tensors, params = keywords(KdaBackend.forward_kda, locals())
-        call = "KdaBackend.forward_kda"
-        where, given = plan_of(call, plan), outputs(call, ("out",), out)
-        return self._call("forward_kda", plan, params, tensors, given, where, stream)["out"]
+        return self._forward(KdaBackend.forward_kda, locals(), ("out",))[0]
 
     def forward_mla(
         self,
@@ -191,11 +187,8 @@ class KdaBackend(Backend):
         Raises:
             InvalidArgument: before anything is written.
         """
-        tensors, params = keywords(KdaBackend.forward_mla, locals())
-        call = "KdaBackend.forward_mla"
-        where, given = plan_of(call, plan), outputs(call, ("out", "lse"), out)
-        found = self._call("forward_mla", plan, params, tensors, given, where, stream)
-        return found["out"], found["lse"]
+        out, lse = self._forward(KdaBackend.forward_mla, locals(), ("out", "lse"))
+        return out, lse
 
     def commit(
         self,
@@ -222,10 +215,7 @@ class KdaBackend(Backend):
             InvalidArgument: also when a layer has not been verified since begin_step.
         """
         tensors, _ = keywords(KdaBackend.commit, locals())
-        where = plan_of("KdaBackend.commit", plan)
-        if where is None:
-            raise InvalidArgument("KdaBackend.commit: plan is None, expected that of the verify")
-        self._call("commit", plan, where, tensors, stream)
+        self._call("commit", plan, plan_of_verify("KdaBackend.commit", plan), tensors, stream)
 
     def routes(self) -> dict[str, int]:
         """How many forwards took which way (docs/kda_backend.md)."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional, Sequence
+from typing import Optional
 
 from . import _native
-from ._backend import Backend, HostLengths, StepPlan, plan_of
-from ._call import Out, Tensor, keywords, outputs
+from ._backend import Backend, HostLengths, StepPlan
+from ._call import Out, Tensor, keywords
 
 
 class MsaBackend(Backend):
@@ -133,8 +133,7 @@ class MsaBackend(Backend):
         Raises:
             InvalidArgument: before anything is written.
         """
-        names = ("out", "lse", "blocks") if return_blocks else ("out", "lse")
-        return self._forward(False, keywords(MsaBackend.forward, locals())[0], names, plan, out, stream)
+        return self._forward(MsaBackend.forward, locals(), ("out", "lse"), ("forward", False), blocks=return_blocks)
 
     def forward_dense(
         self,
@@ -159,15 +158,7 @@ class MsaBackend(Backend):
         Raises:
             InvalidArgument: before anything is written.
         """
-        tensors, _ = keywords(MsaBackend.forward_dense, locals())
-        return self._forward(True, tensors, ("out", "lse"), plan, out, stream)
-
-    def _forward(self, dense: bool, tensors: Any, names: Sequence[str], plan: Any, out: Out, stream: Any) -> Any:
-        call = "MsaBackend.forward_dense" if dense else "MsaBackend.forward"
-        unwanted = () if "blocks" in names else ("blocks",)
-        where, given = plan_of(call, plan), outputs(call, names, out)
-        found = self._call("forward", plan, dense, tensors, given, unwanted, where, stream)
-        return tuple(found.get(name) for name in names)
+        return self._forward(MsaBackend.forward_dense, locals(), ("out", "lse"), ("forward", True), blocks=False)
 
     def list_width(self) -> int:
         """Columns of the lists: K, with index_reduce "union" Hi / Hkv * K."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Optional
 
 from . import _native
-from ._backend import Backend, HostLengths, StepPlan, plan_of
+from ._backend import Backend, HostLengths, StepPlan, plan_of_verify
 from ._call import Out, Tensor, declaration, keywords, outputs
 from ._errors import InvalidArgument
 
@@ -167,12 +167,7 @@ class V4Backend(Backend):
         Raises:
             InvalidArgument, Unsupported: before anything is written.
         """
-        names = ("out", "lse", "indices") if return_indices else ("out", "lse")
-        tensors, params = keywords(V4Backend.forward, locals())
-        unwanted = () if return_indices else ("indices",)
-        where, given = plan_of("V4Backend.forward", plan), outputs("V4Backend.forward", names, out)
-        found = self._call("forward", plan, params, tensors, given, unwanted, where, stream)
-        return tuple(found.get(name) for name in names)
+        return self._forward(V4Backend.forward, locals(), ("out", "lse"), indices=return_indices)
 
     def commit(
         self,
@@ -197,13 +192,11 @@ class V4Backend(Backend):
         Raises:
             InvalidArgument: also when the plan holds no verify.
         """
-        call, where = "V4Backend.commit", plan_of("V4Backend.commit", plan)
+        call = "V4Backend.commit"
         unknown = set(tensors) - set(declaration(V4Backend.forward)[0])
         if unknown:
             raise InvalidArgument(f"{call}: unknown tensor '{min(unknown)}'; it takes those of forward")
-        if where is None:
-            raise InvalidArgument(f"{call}: plan is None, expected that of the verify")
-        given = outputs(call, ("out", "lse"), tuple(out)[:2])
+        where, given = plan_of_verify(call, plan), outputs(call, ("out", "lse"), tuple(out)[:2])
         self._call("commit", plan, where, {"ratio": ratio}, {**tensors, "accepted": accepted}, given, stream)
 
     def routes(self) -> dict[str, int]:
