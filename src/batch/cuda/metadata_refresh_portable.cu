@@ -4,63 +4,111 @@
 #include "src/batch/metadata_refresh_impl.h"
 #include "src/batch/split_schedule_impl.h"
 #include "src/core/cuda/launch.cuh"
-#include "src/core/workspace.h"
 
-// One launch. The first block of each step computes all that needs the whole batch (sums over
-// requests and over rows, both schedules); the other blocks fill page tables, which depend on one
-// request each, meanwhile. Nothing in the launch depends on a length.
+// One launch. Every step has a block for each of its sums over the whole batch: the rows, the paged
+// schedule and the split schedule. Each of these reads the lengths of the requests itself, so that
+// none waits for another. The other blocks fill page tables, which depend on one request each; a
+// page is looked up once for all steps. Nothing in the launch depends on a length.
 namespace fovea::internal {
 namespace {
 
+using cuda::block_inclusive_sum;
 using cuda::block_max;
 using cuda::block_scan;
 using cuda::count_up_to;
 
 constexpr int kThreads = cuda::kScheduleThreads;
-constexpr int64_t kColumnsPerBlock = 4 * kThreads;  // of a page table
+// Scratch of a block up to this size is shared memory; the page blocks of the launch keep room on
+// the multiprocessors. Larger batches use the workspace.
+constexpr int64_t kMaxSharedBytes = 48 << 10;
+
+// What a block of sums does. The longest comes first, so that it starts first.
+enum Part : int { kSplit, kRows, kPaged, kNumParts };
 
 struct StepParams {
   // Inputs, shared by the steps.
   const int32_t* seq_len;
-  const int32_t* pool_row;
-  const int32_t* req_to_token;
   const int32_t* wanted_rows;  // ext_len, or null: rows_per_request
-  int64_t token_rows;
-  int64_t token_stride;
   int64_t requests;
   int64_t rows_per_request;
   int64_t length_addend;
   int64_t kv_capacity;
   int64_t row_capacity;
   int64_t topk;
-  int64_t page_size;
   bool extend;
   // Outputs.
   int32_t *kv_len, *kv_indptr, *max_kv_len, *q_indptr, *max_q_len, *ext_len;
-  int32_t* page_table;
-  int64_t table_stride;
   int32_t *row_to_request, *row_len, *topk_length, *topk_indptr, *k_start, *k_end, *row_offset;
   int64_t row_to_request_rows, row_len_rows, topk_length_rows, topk_indptr_rows, k_start_rows,
       k_end_rows, row_offset_rows;  // entries written
   cuda::PagedScheduleOut paged;     // schedule null: none
   cuda::SplitScheduleOut split;
   int64_t split_rows, split_indptr_rows;  // cut, and written
-  int64_t* work;                          // [work_rows + 1]
+};
+
+// Scratch of one block.
+struct Batch {
+  int64_t* before;        // [max_rows + 1], of the rows of one schedule
+  cuda::SplitWork split;  // of split_parts parts
+  int32_t* q_indptr;      // [max_requests + 1]
+  int32_t* kv_indptr;     // [max_requests + 1]
+  int32_t* first_len;     // [max_requests], row_len of the first row
+};
+
+struct BatchSizes {
+  int64_t rows, parts, requests;
+  int64_t reached;  // entries of the split schedule's table
+
+  FOVEA_HOST_DEVICE Batch cut(char* from) const {
+    Batch batch{};
+    batch.split.starts = reinterpret_cast<cuda::SplitStart*>(from);
+    batch.before = reinterpret_cast<int64_t*>(batch.split.starts + parts + 1);
+    batch.q_indptr = reinterpret_cast<int32_t*>(batch.before + rows + 1);
+    batch.kv_indptr = batch.q_indptr + requests + 1;
+    batch.first_len = batch.kv_indptr + requests + 1;
+    batch.split.reached = reinterpret_cast<uint32_t*>(batch.first_len + requests);
+    batch.split.reached_size = reached;
+    return batch;
+  }
+  FOVEA_HOST_DEVICE int64_t bytes() const {
+    const int64_t all = 16 * (parts + 1) + 8 * (rows + 1) + 4 * (3 * requests + 2) + 4 * reached;
+    return (all + 63) / 64 * 64;
+  }
+};
+
+// What page tables need, side by side: a line of constants that is not cached yet stalls a warp for
+// as long as one of the table.
+struct PageParams {
+  const int32_t* seq_len;
+  const int32_t* pool_row;
+  const int32_t* req_to_token;
+  int64_t token_rows;
+  int64_t token_stride;
+  int32_t page_size;
+  int32_t num_steps;
+  uint32_t column_blocks;  // per request
+  struct Step {
+    int64_t length_addend;
+    int64_t kv_capacity;
+    int32_t* page_table;
+    int64_t table_stride;
+  } steps[kMaxRefreshSteps];
 };
 
 struct RefreshParams {
+  PageParams pages;
+  BatchSizes sizes;
+  char* work;  // null: shared memory holds a Batch
   StepParams steps[kMaxRefreshSteps];
-  int num_steps;
-  int64_t column_blocks;  // per request
 };
 
 __device__ int32_t saturate(int64_t value) {
   return static_cast<int32_t>(value < INT32_MAX ? value : INT32_MAX);
 }
 
-__device__ int32_t kv_length(const StepParams& step, int64_t request) {
-  const int64_t len = step.seq_len[request] + step.length_addend;
-  return static_cast<int32_t>(len < 0 ? 0 : len > step.kv_capacity ? step.kv_capacity : len);
+__device__ int32_t kv_length(int64_t seq_len, int64_t length_addend, int64_t kv_capacity) {
+  const int64_t len = seq_len + length_addend;
+  return static_cast<int32_t>(len < 0 ? 0 : len > kv_capacity ? kv_capacity : len);
 }
 
 __device__ int64_t rows_wanted(const StepParams& step, int64_t request) {
@@ -68,35 +116,60 @@ __device__ int64_t rows_wanted(const StepParams& step, int64_t request) {
   return step.wanted_rows[request] > 0 ? step.wanted_rows[request] : 0;
 }
 
-// kv_len, ext_len, their sums and maxima.
-__device__ void fill_requests(const StepParams& step, int64_t* shared) {
-  int64_t longest = 0, most_rows = 0;
+// q_indptr and first_len; returns the rows. `done` sees the request, its length, its rows and those
+// of the requests before it.
+template <class Done>
+__device__ int64_t read_requests(const StepParams& step, const Batch& batch, int64_t* shared,
+                                 Done done) {
   const auto cut = [&](int64_t rows) {
     return rows < step.row_capacity ? rows : step.row_capacity;
   };
-  if (threadIdx.x == 0) step.kv_indptr[0] = step.q_indptr[0] = 0;
-  block_scan<int64_t>(
-      step.requests, shared, [&](int64_t r) { return int64_t{kv_length(step, r)}; },
-      [&](int64_t r, int64_t before, int64_t upto) {
-        step.kv_len[r] = static_cast<int32_t>(upto - before);
-        step.kv_indptr[r + 1] = saturate(upto);
-        longest = longest > upto - before ? longest : upto - before;
-      });
-  block_scan<int64_t>(
-      step.requests, shared, [&](int64_t r) { return rows_wanted(step, r); },
-      [&](int64_t r, int64_t before, int64_t upto) {
-        const int64_t live = cut(upto) - cut(before);
-        step.ext_len[r] = static_cast<int32_t>(live);
-        step.q_indptr[r + 1] = static_cast<int32_t>(cut(upto));
-        most_rows = most_rows > live ? most_rows : live;
-      });
-  longest = block_max(longest, shared);
-  most_rows = block_max(most_rows, shared);
-  if (threadIdx.x == 0) {
-    *step.max_kv_len = static_cast<int32_t>(longest);
-    *step.max_q_len = static_cast<int32_t>(step.requests == 0 && step.extend ? 1 : most_rows);
+  if (threadIdx.x == 0) batch.q_indptr[0] = 0;
+  int64_t carried = 0;
+  for (int64_t base = 0; base < step.requests; base += blockDim.x) {
+    const int64_t r = base + threadIdx.x;
+    const bool live = r < step.requests;
+    const int64_t len = live ? kv_length(step.seq_len[r], step.length_addend, step.kv_capacity) : 0;
+    const int64_t wanted = live ? rows_wanted(step, r) : 0;
+    int64_t total;
+    const int64_t upto = carried + block_inclusive_sum(wanted, shared, &total);
+    carried += total;
+    if (live) {
+      batch.q_indptr[r + 1] = static_cast<int32_t>(cut(upto));
+      batch.first_len[r] = static_cast<int32_t>(len - wanted + 1);
+    }
+    done(r, len, cut(upto - wanted), cut(upto));
   }
   __syncthreads();
+  return batch.q_indptr[step.requests];
+}
+
+// kv_len, ext_len, their sums and maxima; returns the rows.
+__device__ int64_t fill_requests(const StepParams& step, const Batch& batch, int64_t* shared) {
+  int64_t carried = 0;
+  int32_t longest = 0, most_rows = 0;
+  if (threadIdx.x == 0) step.kv_indptr[0] = step.q_indptr[0] = batch.kv_indptr[0] = 0;
+  const int64_t rows = read_requests(
+      step, batch, shared, [&](int64_t r, int64_t len, int64_t first_row, int64_t end_row) {
+        int64_t total;
+        const int64_t upto = carried + block_inclusive_sum(len, shared, &total);
+        carried += total;
+        longest = max(longest, static_cast<int32_t>(len));
+        most_rows = max(most_rows, static_cast<int32_t>(end_row - first_row));
+        if (r >= step.requests) return;
+        step.kv_len[r] = static_cast<int32_t>(len);
+        step.kv_indptr[r + 1] = batch.kv_indptr[r + 1] = saturate(upto);
+        step.ext_len[r] = static_cast<int32_t>(end_row - first_row);
+        step.q_indptr[r + 1] = static_cast<int32_t>(end_row);
+      });
+  auto* const maxima = reinterpret_cast<int32_t*>(shared);
+  longest = block_max(longest, maxima);
+  most_rows = block_max(most_rows, maxima);
+  if (threadIdx.x == 0) {
+    *step.max_kv_len = longest;
+    *step.max_q_len = step.requests == 0 && step.extend ? 1 : most_rows;
+  }
+  return rows;
 }
 
 struct Row {
@@ -104,105 +177,131 @@ struct Row {
   int64_t len;
 };
 
-__device__ Row row_at(const StepParams& step, int64_t t, int64_t rows) {
+__device__ Row row_at(const StepParams& step, const Batch& batch, int64_t t, int64_t rows) {
   if (t >= rows) return {-1, 0};
   const auto row = static_cast<int32_t>(t);
   const int64_t r =
-      count_up_to([&](int64_t i) { return step.q_indptr[i]; }, step.requests + 1, row) - 1;
-  const int64_t first_len = step.kv_len[r] - rows_wanted(step, r) + 1;
-  return {r, first_len + (t - step.q_indptr[r])};
+      count_up_to([&](int64_t i) { return batch.q_indptr[i]; }, step.requests + 1, row) - 1;
+  return {r, int64_t{batch.first_len[r]} + (t - batch.q_indptr[r])};
 }
 
 __device__ int64_t clipped(const StepParams& step, int64_t len) {
   return len < 0 ? 0 : len > step.topk ? step.topk : len;
 }
 
-__device__ void fill_rows(const StepParams& step, int64_t rows, int64_t* shared) {
+__device__ void fill_rows(const StepParams& step, const Batch& batch, int64_t rows,
+                          int64_t* shared) {
   int64_t most = step.row_to_request_rows;
   for (const int64_t extent : {step.row_len_rows, step.topk_length_rows, step.topk_indptr_rows,
                                step.k_start_rows, step.k_end_rows, step.row_offset_rows}) {
     most = extent > most ? extent : most;
   }
-  for (int64_t t = threadIdx.x; t < most; t += blockDim.x) {
-    const Row row = row_at(step, t, rows);
-    const int64_t start = row.request < 0 ? 0 : step.kv_indptr[row.request];
-    if (t < step.row_to_request_rows) step.row_to_request[t] = static_cast<int32_t>(row.request);
-    if (t < step.row_len_rows) step.row_len[t] = static_cast<int32_t>(row.len);
-    if (t < step.topk_length_rows) {
-      step.topk_length[t] = static_cast<int32_t>(clipped(step, row.len));
-    }
-    if (t < step.k_start_rows) step.k_start[t] = static_cast<int32_t>(start);
-    if (t < step.k_end_rows) step.k_end[t] = saturate(start + row.len);
-    if (t < step.row_offset_rows) step.row_offset[t] = static_cast<int32_t>(start);
-  }
   if (threadIdx.x == 0) step.topk_indptr[0] = 0;
   block_scan<int64_t>(
-      step.topk_indptr_rows, shared,
-      [&](int64_t t) { return clipped(step, row_at(step, t, rows).len); },
-      [&](int64_t t, int64_t, int64_t upto) { step.topk_indptr[t + 1] = saturate(upto); });
+      most, shared,
+      [&](int64_t t) {
+        const Row row = row_at(step, batch, t, rows);
+        const int64_t start = row.request < 0 ? 0 : batch.kv_indptr[row.request];
+        const int64_t selected = clipped(step, row.len);
+        if (t < step.row_to_request_rows) {
+          step.row_to_request[t] = static_cast<int32_t>(row.request);
+        }
+        if (t < step.row_len_rows) step.row_len[t] = static_cast<int32_t>(row.len);
+        if (t < step.topk_length_rows) step.topk_length[t] = static_cast<int32_t>(selected);
+        if (t < step.k_start_rows) step.k_start[t] = static_cast<int32_t>(start);
+        if (t < step.k_end_rows) step.k_end[t] = saturate(start + row.len);
+        if (t < step.row_offset_rows) step.row_offset[t] = static_cast<int32_t>(start);
+        return selected;
+      },
+      [&](int64_t t, int64_t, int64_t upto) {
+        if (t < step.topk_indptr_rows) step.topk_indptr[t + 1] = saturate(upto);
+      });
 }
 
-__device__ void fill_schedules(const StepParams& step, int64_t rows, int64_t* shared) {
-  if (step.paged.schedule != nullptr) {
-    if (threadIdx.x == 0) step.work[0] = 0;
-    block_scan<int64_t>(
-        rows, shared,
-        [&](int64_t t) {
-          const int64_t len = row_at(step, t, rows).len;
-          return len <= 0 ? 0 : (len + kScheduleTokens - 1) / kScheduleTokens;
-        },
-        [&](int64_t t, int64_t, int64_t upto) { step.work[t + 1] = upto; });
-    cuda::write_paged_schedule(step.work, rows, step.paged);
-    __syncthreads();
+// batch.before, of what work(row_len) gives for each row.
+template <class Work>
+__device__ void sum_rows(const StepParams& step, const Batch& batch, int64_t rows, int64_t* shared,
+                         Work work) {
+  if (threadIdx.x == 0) batch.before[0] = 0;
+  block_scan<int64_t>(
+      rows, shared, [&](int64_t t) { return work(row_at(step, batch, t, rows).len); },
+      [&](int64_t t, int64_t, int64_t upto) { batch.before[t + 1] = upto; });
+}
+
+__device__ void fill_paged_schedule(const StepParams& step, const Batch& batch, int64_t rows,
+                                    int64_t* shared) {
+  sum_rows(step, batch, rows, shared, [](int64_t len) {
+    return len <= 0 ? 0 : (len + kScheduleTokens - 1) / kScheduleTokens;
+  });
+  cuda::write_paged_schedule(batch.before, rows, step.paged);
+}
+
+__device__ void fill_split_schedule(const StepParams& step, const Batch& batch, int64_t rows,
+                                    int64_t* shared) {
+  sum_rows(step, batch, rows, shared, [&](int64_t len) {
+    const int64_t blocks = (clipped(step, len) + kSplitBlockSlots - 1) / kSplitBlockSlots;
+    return (blocks > 1 ? blocks : 1) + kSplitOverheadBlocks;
+  });
+  cuda::write_split_schedule({batch.before, rows}, step.split_rows, step.split, batch.split);
+  __syncthreads();
+  for (int64_t t = step.split_rows + threadIdx.x; t < step.split_indptr_rows; t += blockDim.x) {
+    step.split.indptr[t + 1] = step.split.indptr[step.split_rows];
   }
-  if (step.split.schedule != nullptr) {
-    if (threadIdx.x == 0) step.work[0] = 0;
-    block_scan<int64_t>(
-        rows, shared,
-        [&](int64_t t) {
-          const int64_t len = clipped(step, row_at(step, t, rows).len);
-          const int64_t blocks = (len + kSplitBlockSlots - 1) / kSplitBlockSlots;
-          return (blocks > 1 ? blocks : 1) + kSplitOverheadBlocks;
-        },
-        [&](int64_t t, int64_t, int64_t upto) { step.work[t + 1] = upto; });
-    cuda::write_split_schedule({step.work, rows}, step.split_rows, step.split);
-    __syncthreads();
-    for (int64_t t = step.split_rows + threadIdx.x; t < step.split_indptr_rows; t += blockDim.x) {
-      step.split.indptr[t + 1] = step.split.indptr[step.split_rows];
+}
+
+__device__ void fill_sums(const StepParams& step, const Batch& batch, int part) {
+  __shared__ int64_t shared[cuda::kWarpThreads + 1];
+  if (part == kRows) {
+    fill_rows(step, batch, fill_requests(step, batch, shared), shared);
+    return;
+  }
+  const bool is_split = part == kSplit;
+  if ((is_split ? step.split.schedule : step.paged.schedule) == nullptr) return;
+  const int64_t rows = read_requests(step, batch, shared, [](auto...) {});
+  if (is_split) {
+    fill_split_schedule(step, batch, rows, shared);
+  } else {
+    fill_paged_schedule(step, batch, rows, shared);
+  }
+}
+
+// One column of the page tables of a request.
+__device__ void fill_page(const PageParams& pages, int64_t request, int64_t column) {
+  const int64_t pool_row = pages.pool_row[request];
+  const int64_t seq_len = pages.seq_len[request];
+  const bool known = pool_row >= 0 && pool_row < pages.token_rows;
+  constexpr int32_t kUnread = INT32_MIN;  // no page
+  int32_t page = kUnread;
+  for (int i = 0; i < pages.num_steps; ++i) {
+    const PageParams::Step& step = pages.steps[i];
+    const int64_t first_token = column * pages.page_size;
+    if (first_token >= kv_length(seq_len, step.length_addend, step.kv_capacity)) continue;
+    if (page == kUnread) {
+      const int32_t slot =
+          known ? pages.req_to_token[pool_row * pages.token_stride + first_token] : -1;
+      page = slot < 0 ? -1 : slot / pages.page_size;
     }
-  }
-}
-
-__device__ void fill_pages(const StepParams& step, int64_t request, int64_t first_column) {
-  const int64_t len = kv_length(step, request);
-  const int64_t pages = (len + step.page_size - 1) / step.page_size;
-  const int64_t pool_row = step.pool_row[request];
-  const bool known = pool_row >= 0 && pool_row < step.token_rows;
-  const int32_t* const from = step.req_to_token + (known ? pool_row * step.token_stride : 0);
-  int32_t* const to = step.page_table + request * step.table_stride;
-  const int64_t end =
-      pages < first_column + kColumnsPerBlock ? pages : first_column + kColumnsPerBlock;
-  for (int64_t j = first_column + threadIdx.x; j < end; j += blockDim.x) {
-    const int32_t slot = known ? from[j * step.page_size] : -1;
-    to[j] = slot < 0 ? -1 : slot / static_cast<int32_t>(step.page_size);
+    step.page_table[request * step.table_stride + column] = page;
   }
 }
 
 __global__ void __launch_bounds__(kThreads) refresh(const __grid_constant__ RefreshParams params) {
-  __shared__ int64_t shared[cuda::kWarpThreads + 1];
-  if (static_cast<int>(blockIdx.x) < params.num_steps) {
-    const StepParams& step = params.steps[blockIdx.x];
-    fill_requests(step, shared);
-    const int64_t rows = step.q_indptr[step.requests];
-    fill_rows(step, rows, shared);
-    fill_schedules(step, rows, shared);
+  extern __shared__ int4 dynamic[];
+  const auto num_steps = static_cast<uint32_t>(params.pages.num_steps);
+  const uint32_t sums = num_steps * kNumParts;
+  if (blockIdx.x < sums) {
+    char* const scratch = params.work != nullptr ? params.work + blockIdx.x * params.sizes.bytes()
+                                                 : reinterpret_cast<char*>(dynamic);
+    // No division: the compiler has to see that all threads go the same way.
+    int part = 0;
+    uint32_t step = blockIdx.x;
+    for (; step >= num_steps; step -= num_steps) ++part;
+    fill_sums(params.steps[step], params.sizes.cut(scratch), part);
     return;
   }
-  const int64_t block = blockIdx.x - params.num_steps;
-  const int64_t per_step = params.steps[0].requests * params.column_blocks;
-  const StepParams& step = params.steps[block / per_step];
-  const int64_t piece = block % per_step;
-  fill_pages(step, piece / params.column_blocks, piece % params.column_blocks * kColumnsPerBlock);
+  const uint32_t piece = blockIdx.x - sums;
+  fill_page(params.pages, piece / params.pages.column_blocks,
+            int64_t{piece % params.pages.column_blocks} * kThreads + threadIdx.x);
 }
 
 template <class View>
@@ -218,10 +317,6 @@ StepParams step_params(const MetadataProblem& problem, const MetadataTensors& te
   };
   StepParams step{};
   step.seq_len = static_cast<const int32_t*>(tensors.seq_len.data);
-  step.pool_row = static_cast<const int32_t*>(tensors.pool_row.data);
-  step.req_to_token = static_cast<const int32_t*>(tensors.req_to_token.data);
-  step.token_rows = tensors.req_to_token.shape[0];
-  step.token_stride = tensors.req_to_token.stride[0];
   step.requests = tensors.seq_len.shape[0];
   if (reads_ext_len(problem.mode)) {
     step.wanted_rows = static_cast<const int32_t*>(tensors.ext_len.data);
@@ -232,7 +327,6 @@ StepParams step_params(const MetadataProblem& problem, const MetadataTensors& te
   step.kv_capacity = kv_capacity(problem, fields);
   step.row_capacity = row_capacity(problem, tensors, fields);
   step.topk = problem.topk;
-  step.page_size = problem.page_size;
   step.extend = is_extend(problem.mode);
   step.kv_len = i32(fields.kv_len);
   step.kv_indptr = i32(fields.kv_indptr);
@@ -240,8 +334,6 @@ StepParams step_params(const MetadataProblem& problem, const MetadataTensors& te
   step.q_indptr = i32(fields.q_indptr);
   step.max_q_len = i32(fields.max_q_len);
   step.ext_len = i32(fields.ext_len);
-  step.page_table = i32(fields.page_table);
-  step.table_stride = fields.page_table.stride[0];
   step.row_to_request = i32(fields.row_to_request);
   step.row_to_request_rows = extent(fields.row_to_request);
   step.row_len = i32(fields.row_len);
@@ -271,33 +363,64 @@ StepParams step_params(const MetadataProblem& problem, const MetadataTensors& te
   return step;
 }
 
+// Of the steps that step_params() gave.
+PageParams page_params(const MetadataProblem& problem, const MetadataTensors& tensors,
+                       const StepParams (&steps)[kMaxRefreshSteps]) {
+  PageParams pages{};
+  pages.seq_len = static_cast<const int32_t*>(tensors.seq_len.data);
+  pages.pool_row = static_cast<const int32_t*>(tensors.pool_row.data);
+  pages.req_to_token = static_cast<const int32_t*>(tensors.req_to_token.data);
+  pages.token_rows = tensors.req_to_token.shape[0];
+  pages.token_stride = tensors.req_to_token.stride[0];
+  pages.page_size = static_cast<int32_t>(problem.page_size);
+  pages.num_steps = tensors.num_steps;
+  int64_t columns = 0;
+  for (int i = 0; i < tensors.num_steps; ++i) {
+    const TensorView& table = tensors.steps[static_cast<size_t>(i)].page_table;
+    pages.steps[i] = {steps[i].length_addend, steps[i].kv_capacity, i32(table), table.stride[0]};
+    columns = std::max(columns, table.shape[1]);
+  }
+  pages.column_blocks = cuda::grid_blocks(columns, kThreads);
+  return pages;
+}
+
+BatchSizes sizes_of(const MetadataProblem& problem) {
+  BatchSizes sizes{problem.max_rows, problem.split_parts, problem.max_requests, 0};
+  if (problem.split_parts == 0) return sizes;
+  const int64_t row_blocks = (problem.topk + kSplitBlockSlots - 1) / kSplitBlockSlots;
+  sizes.reached = problem.max_rows * (row_blocks + kSplitOverheadBlocks) + 1;
+  if (sizes.reached > cuda::kMaxReached || sizes.bytes() > kMaxSharedBytes) sizes.reached = 0;
+  return sizes;
+}
+
 }  // namespace
 
 size_t metadata_refresh_cuda_workspace(const MetadataProblem& problem, const Device&) {
-  WorkspaceCutter cutter({});
-  for (int step = 0; step < kMaxRefreshSteps; ++step) cutter.take<int64_t>(problem.max_rows + 1);
-  return cutter.used_bytes();
+  const int64_t bytes = sizes_of(problem).bytes();
+  return bytes <= kMaxSharedBytes ? 0 : static_cast<size_t>(bytes * kNumParts * kMaxRefreshSteps);
 }
 
 void metadata_refresh_cuda_portable(const MetadataProblem& problem, const Device& device,
                                     const MetadataTensors& tensors, Workspace workspace,
                                     Stream stream) {
   const cuda::DeviceScope scope(device.ordinal);
-  WorkspaceCutter cutter(workspace);
   RefreshParams params{};
-  params.num_steps = tensors.num_steps;
-  int64_t columns = 0;
   for (int i = 0; i < tensors.num_steps; ++i) {
-    const auto step = static_cast<size_t>(i);
-    params.steps[step] = step_params(problem, tensors, step);
-    params.steps[step].work = cutter.take<int64_t>(problem.max_rows + 1);
-    columns = std::max(columns, tensors.steps[step].page_table.shape[1]);
+    params.steps[i] = step_params(problem, tensors, static_cast<size_t>(i));
   }
-  params.column_blocks = (columns + kColumnsPerBlock - 1) / kColumnsPerBlock;
-  const int64_t page_blocks = params.num_steps * tensors.seq_len.shape[0] * params.column_blocks;
-  cuda::launch("metadata_refresh", refresh,
-               {dim3(static_cast<unsigned>(params.num_steps + page_blocks)), dim3(kThreads)},
-               stream, params);
+  params.pages = page_params(problem, tensors, params.steps);
+  params.sizes = sizes_of(problem);
+  int64_t shared_bytes = params.sizes.bytes();
+  if (shared_bytes > kMaxSharedBytes) {
+    params.work = static_cast<char*>(workspace.data);
+    shared_bytes = 0;
+  }
+  const int64_t blocks =
+      tensors.num_steps * kNumParts + tensors.seq_len.shape[0] * params.pages.column_blocks;
+  cuda::launch(
+      "metadata_refresh", refresh,
+      {dim3(static_cast<unsigned>(blocks)), dim3(kThreads), static_cast<size_t>(shared_bytes)},
+      stream, params);
 }
 
 }  // namespace fovea::internal

@@ -64,6 +64,8 @@ __device__ T warp_max(T value) {
   return value;
 }
 
+__device__ inline int32_t warp_max(int32_t value) { return __reduce_max_sync(0xFFFFFFFF, value); }
+
 /// Largest `value` over the block. `shared` as above.
 template <class T>
 __device__ T block_max(T value, T* shared) {
