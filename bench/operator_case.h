@@ -29,6 +29,7 @@ class OperatorCase : public CaseInputs {
             [prepared](Stream stream) { prepared->run(prepared->there, stream); },
             [this, prepared] {
               prepared->copies.fetch();
+              implementation_ = prepared->plan.implementation().name;
               return mismatch(prepared->tensors);
             }};
   }
@@ -57,7 +58,8 @@ class OperatorCase : public CaseInputs {
   }
 
   Problem problem_;
-  Work work_;  ///< Filled by the constructor of the derived class.
+  Work work_;                   ///< Filled by the constructor of the derived class.
+  std::string implementation_;  ///< Whose result is compared.
 
  private:
   struct Prepared {

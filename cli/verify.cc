@@ -106,9 +106,11 @@ TensorMap run_case(const VerifyOperator& op, const VerifyCase& verify_case,
   return outputs;
 }
 
-Tolerance tolerance_of(const VerifyOperator& op, const std::string& output) {
+Tolerance tolerance_of(const VerifyOperator& op, const std::string& output,
+                       const std::string& implementation) {
   for (const OutputRule& rule : op.rules) {
-    if (rule.output == output) return rule.tolerance;
+    const bool fits = rule.implementation.empty() || rule.implementation == implementation;
+    if (rule.output == output && fits) return rule.tolerance;
   }
   return kExact;
 }
@@ -120,8 +122,8 @@ void compare_outputs(const VerifyOperator& op, const std::string& label, const T
     return;
   }
   for (const std::string& name : expected.names()) {
-    const Comparison result =
-        compare(actual.find(name), expected.find(name), tolerance_of(op, name));
+    const Comparison result = compare(actual.find(name), expected.find(name),
+                                      tolerance_of(op, name, row->target.implementation));
     row->worst_rms = std::max(row->worst_rms, result.relative_rms);
     if (!result.close) {
       row->mismatches.push_back(fmt::format("{}: {} {}", label, name, result.detail));

@@ -18,10 +18,12 @@ struct VerifyCase {
   Json params = Json::object();
 };
 
-/// How one output is compared; outputs without a rule are compared exactly.
+/// How one output is compared, the first rule that fits; outputs without a rule are compared
+/// exactly.
 struct OutputRule {
   std::string output;
   Tolerance tolerance;
+  std::string implementation = {};  ///< Of this one only; empty: of all.
 };
 
 /// One operator of `fovea verify`.

@@ -307,6 +307,9 @@ void normalise_logits(const TensorMap& inputs, const Json& params, TensorMap& ou
 constexpr Tolerance kCodeTolerance{1e-6, 0.13, 5e-3};
 constexpr Tolerance kScaleTolerance{0, 1.01 / 128, 5e-3};
 
+// Addends of sums of the e4m3 tensor cores lose what lies below 2^-13 of the largest of 33.
+constexpr Tolerance kE4m3SumTolerance{5e-4, 1e-2, 3e-3, 5e-6};
+
 // Pages longer than their rows, slots outside the pool, of both types.
 VerifyCase make_store_case(const std::string& name, int64_t page_size, int64_t head_dim,
                            uint64_t seed) {
@@ -379,8 +382,10 @@ void add_verify_index(std::vector<VerifyOperator>& list) {
                   normalise_quantize});
   list.push_back({"index_store", make_store_cases, {}, nullptr});
   list.push_back({"index_gather", make_gather_cases, {}, nullptr});
-  list.push_back(
-      {"index_logits", make_logits_cases, {{"logits", kFp32Tolerance}}, normalise_logits});
+  list.push_back({"index_logits",
+                  make_logits_cases,
+                  {{"logits", kE4m3SumTolerance, "cuda_sm90"}, {"logits", kFp32Tolerance}},
+                  normalise_logits});
   list.push_back({"index_select", make_select_cases, {}, nullptr});
   list.push_back({"topk_select", make_topk_cases, {}, nullptr});
 }

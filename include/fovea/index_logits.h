@@ -46,7 +46,8 @@ struct IndexLogitsTensors {
 ///
 ///   logit(t, j) = k_scale[j] * sum_h head_weight[t,h] * max(0, <q_fp8[t,h], k_fp8[j]>)
 ///
-/// The products are exact, sums and weights are fp32: channels, then heads, then the scale, each in
+/// The products are exact, sums and weights are fp32 (of implementation cuda_sm90 the sums over
+/// channels have fewer bits, docs/index_logits.md): channels, then heads, then the scale, each in
 /// an order that the implementation fixes (on the CPU 0..Di-1 and 0..Hi-1). So the bits of one
 /// logit depend on its query and key alone: not on layout, page size, other rows, key alignment or
 /// thread count; ragged equals paged. (They may differ between implementations, instruction sets

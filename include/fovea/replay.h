@@ -218,7 +218,7 @@ struct CheckSummary {
   double worst = 0;            ///< Largest relative rms error of an output row (limit 5e-3).
   double worst_lse = 0;        ///< Largest |lse error| (limit 1e-3).
   double selection_slack = 0;  ///< Largest misplacement of a selected or left-out key, as a part of
-                               ///< the row's max |logit| (limit 2^-16).
+                               ///< the row's max |logit| (limit 2^-16; of fp8 sums 2^-10).
   int64_t rows_requantised = 0;  ///< Rows whose selection is right for the index codes of the
                                  ///< implementation that ran, which differ from the reference's by
                                  ///< a rounding, and not for the reference's own.

@@ -14,6 +14,9 @@ namespace {
 constexpr char kOp[] = "index_logits";
 
 constexpr internal::Implementation<IndexLogitsProblem, IndexLogitsTensors> kImplementations[] = {
+    {"cuda_sm90", DeviceKind::kCuda, internal::cuda_sm90_available,
+     internal::index_logits_cuda_sm90_supports, nullptr, nullptr, internal::index_logits_cuda_sm90,
+     internal::index_logits_cuda_sm90_preferred},
     {"cuda_portable", DeviceKind::kCuda, internal::cuda_available, nullptr, nullptr, nullptr,
      internal::index_logits_cuda_portable},
     {"cpu_avx512bf16", DeviceKind::kCpu, internal::index_logits_avx512bf16_available, nullptr,
@@ -77,6 +80,32 @@ void check_tensors(const IndexLogitsProblem& problem, const IndexLogitsTensors& 
 }
 
 }  // namespace
+
+namespace internal {
+
+Refusal index_logits_cuda_sm90_supports(const IndexLogitsProblem& problem) {
+  if (problem.num_heads > 64)
+    return "needs num_heads <= 64, got " + std::to_string(problem.num_heads);
+  if (problem.head_dim > 128)
+    return "needs head_dim <= 128, got " + std::to_string(problem.head_dim);
+  return {};
+}
+
+Refusal index_logits_cuda_sm90_preferred(const IndexLogitsProblem& problem) {
+  if (problem.num_heads <= 16 || problem.head_dim != 128) {
+    return "multiplies 64 heads of 128 channels, got " + std::to_string(problem.num_heads) +
+           " of " + std::to_string(problem.head_dim);
+  }
+  const int64_t page = problem.page_size;
+  if (problem.layout == IndexLayout::kPaged && (page < 16 || (page & (page - 1)) != 0)) {
+    return "reads pages of 16, 32, 64, 128 or 256 keys by 16 bytes, others byte by byte, got "
+           "page_size " +
+           std::to_string(page);
+  }
+  return {};
+}
+
+}  // namespace internal
 
 IndexLogits IndexLogits::plan(const IndexLogitsProblem& problem, const Device& device,
                               const Options& options) {

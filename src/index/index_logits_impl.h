@@ -24,4 +24,10 @@ void index_logits_cuda_portable(const IndexLogitsProblem& problem, const Device&
                                 const IndexLogitsTensors& tensors, Workspace workspace,
                                 Stream stream);
 
+/// Multiplies on the fp8 tensor cores of compute capability 9.0. Needs no workspace.
+Refusal index_logits_cuda_sm90_supports(const IndexLogitsProblem& problem);
+Refusal index_logits_cuda_sm90_preferred(const IndexLogitsProblem& problem);
+void index_logits_cuda_sm90(const IndexLogitsProblem& problem, const Device& device,
+                            const IndexLogitsTensors& tensors, Workspace workspace, Stream stream);
+
 }  // namespace fovea::internal

@@ -44,6 +44,13 @@ constexpr internal::IndexSelectParts kRefParts = {
     .topk_workspace = internal::topk_select_ref_workspace,
     .chunk_bytes = kCachedLogitsBytes};
 // A GPU is filled by as many rows as the budget allows.
+constexpr internal::IndexSelectParts kSm90Parts = {
+    .logits = internal::index_logits_cuda_sm90,
+    .logits_workspace = nullptr,
+    .topk = internal::topk_select_cuda_portable,
+    .topk_workspace = internal::topk_select_cuda_workspace,
+    .fill = internal::fill_index_select_chunk_cuda,
+    .chunk_bytes = std::numeric_limits<int64_t>::max()};
 constexpr internal::IndexSelectParts kCudaParts = {
     .logits = internal::index_logits_cuda_portable,
     .logits_workspace = nullptr,
@@ -69,7 +76,16 @@ void run_with(const IndexSelectProblem& problem, const Device& device,
   internal::run_index_select(problem, device, tensors, workspace, {}, parts);
 }
 
+// What an implementation of index_logits says of its part.
+template <internal::Refusal (*of_part)(const IndexLogitsProblem&)>
+internal::Refusal of_logits(const IndexSelectProblem& problem) {
+  return of_part(internal::index_select_logits_problem(problem));
+}
+
 constexpr internal::Implementation<IndexSelectProblem, IndexSelectTensors> kImplementations[] = {
+    {"cuda_sm90", DeviceKind::kCuda, internal::cuda_sm90_available,
+     of_logits<internal::index_logits_cuda_sm90_supports>, workspace_of<kSm90Parts>, nullptr,
+     launch_with<kSm90Parts>, of_logits<internal::index_logits_cuda_sm90_preferred>},
     {"cuda_portable", DeviceKind::kCuda, internal::cuda_available, nullptr,
      workspace_of<kCudaParts>, nullptr, launch_with<kCudaParts>},
     {"cpu_avx512bf16", DeviceKind::kCpu, internal::index_logits_avx512bf16_available, nullptr,

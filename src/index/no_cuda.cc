@@ -13,6 +13,10 @@ void index_logits_cuda_portable(const IndexLogitsProblem&, const Device&, const 
                                 Workspace, Stream) {
   without_cuda("index_logits");
 }
+void index_logits_cuda_sm90(const IndexLogitsProblem&, const Device&, const IndexLogitsTensors&,
+                            Workspace, Stream) {
+  without_cuda("index_logits");
+}
 void fill_index_select_chunk_cuda(const IndexSelectRows&, int64_t, int64_t, const Device&,
                                   const IndexSelectChunk&, Stream) {
   without_cuda("index_select");

@@ -42,7 +42,9 @@ DsaChecker::DsaChecker(const DsaInputs& inputs, std::vector<int64_t> layers, int
       layers_(std::move(layers)),
       topk_(topk),
       reference_(inputs, {"ref"}),
-      run_(inputs, run) {}
+      run_(inputs, run),
+      selection_tolerance_(
+          selection_tolerance(inputs.shape().index_heads, inputs.shape().index_dim, run)) {}
 
 void DsaChecker::fail(const DsaSample& sample, const char* op, const char* kind, std::string detail,
                       CheckVerdict* verdict) const {
@@ -137,7 +139,7 @@ void DsaChecker::check_logits(const DsaSample& sample, const std::vector<bool>& 
   const IndexQuery query = reference_.query(layer, row.request, row.position);
   const Misplacement worst = misplacement(selected, fp64_logits(query, keys, length));
   verdict->selection_slack = worst.slack;
-  if (worst.slack <= kSelectionTolerance) return;
+  if (worst.slack <= selection_tolerance_) return;
   const IndexQuery run_query = run_.query(layer, row.request, row.position);
   const IndexKeys run_keys = run_.keys(layer, row.request, length);
   if (!same_codes(row, query, run_query, keys, run_keys)) {
@@ -146,7 +148,7 @@ void DsaChecker::check_logits(const DsaSample& sample, const std::vector<bool>& 
     return;
   }
   const Misplacement run_worst = misplacement(selected, fp64_logits(run_query, run_keys, length));
-  if (run_worst.slack <= kSelectionTolerance) {
+  if (run_worst.slack <= selection_tolerance_) {
     verdict->selection_slack = run_worst.slack;
     verdict->requantised = true;
     return;

@@ -14,8 +14,6 @@
 /// cache, no page, no sharing.
 namespace fovea::internal {
 
-inline constexpr double kSelectionTolerance = 0x1p-16;  ///< Of the row's max |logit|.
-
 /// What the backend produced for one row.
 struct DsaSample {
   CheckRow row;
@@ -34,7 +32,7 @@ class DsaChecker {
 
   /// Verdicts of samples, in their order; runs in parallel inside the caller's ThreadScope.
   ///
-  /// Selection, with c the topk-th largest logit and d = kSelectionTolerance * max |logit|:
+  /// Selection, with c the topk-th largest logit and d = selection_tolerance() * max |logit|:
   /// min(len, topk) distinct positions, each with logit >= c - d, and every position with logit > c
   /// + d among them; for len <= topk exactly 0..len-1. The logits are those of the reference's
   /// index codes. The reference rounds fp64 values to bf16, implementations round fp32 values: now
@@ -76,6 +74,7 @@ class DsaChecker {
   int64_t topk_;
   IndexCodec reference_;
   IndexCodec run_;
+  double selection_tolerance_;
 };
 
 }  // namespace fovea::internal

@@ -4,9 +4,11 @@
 #include <array>
 #include <cmath>
 
+#include "fovea/index_logits.h"
 #include "fovea/numeric.h"
 #include "fovea/stream.h"
 #include "src/core/tensor_generator.h"
+#include "src/serving/operator_options.h"
 
 namespace fovea::internal {
 namespace {
@@ -27,7 +29,8 @@ IndexQuantize plan_quantize(const DsaShape& shape, int64_t max_rows, const Codec
   problem.rope_style = shape.index_rope_style;
   problem.hadamard = shape.hadamard;
   problem.scale_mode = shape.index_scale_mode;
-  return IndexQuantize::plan(problem, one_thread(choice.device), {choice.implementation});
+  return IndexQuantize::plan(problem, one_thread(choice.device),
+                             OperatorOptions("replay", choice.implementation)("index_quantize"));
 }
 
 // Appends what the device has written.
@@ -62,6 +65,13 @@ double exact_dot(const double* a, const double* b, int64_t count) {
 }
 
 }  // namespace
+
+double selection_tolerance(int64_t num_heads, int64_t head_dim, const CodecChoice& run) {
+  const IndexLogits plan = IndexLogits::plan(
+      {.layout = IndexLayout::kRagged, .max_rows = 1, .num_heads = num_heads, .head_dim = head_dim},
+      run.device, OperatorOptions("replay", run.implementation)("index_logits"));
+  return plan.implementation().name == "cuda_sm90" ? 0x1p-10 : 0x1p-16;
+}
 
 IndexCodec::IndexCodec(const DsaInputs& inputs, const CodecChoice& choice)
     : inputs_(inputs),

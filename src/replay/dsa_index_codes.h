@@ -23,7 +23,8 @@ struct IndexQuery {
   std::vector<float> head_weight;  // [Hi]
 };
 
-/// Which implementation of index_quantize; an empty name is the best one of the device.
+/// Which implementation of an operator that has the name; else, or where it is empty, the best one
+/// of the device.
 struct CodecChoice {
   std::string implementation = {};
   Device device = {};
@@ -52,6 +53,10 @@ class IndexCodec {
 /// logit(j) = scale[j] * sum_h head_weight[h] * max(0, <query h, key j>) of keys 0..count-1 in
 /// fp64.
 std::vector<double> fp64_logits(const IndexQuery& query, const IndexKeys& keys, int64_t count);
+
+/// How far from its place a key may be selected or left out by the scores of `run`, as a share of
+/// the row's max |logit|: 2^-16, or 2^-10 where the sums of fp8 tensor cores make them.
+double selection_tolerance(int64_t num_heads, int64_t head_dim, const CodecChoice& run);
 
 /// Whether two quantisations of the same values agree up to a rounding of the bf16 values between
 /// their stages: every channel within one e4m3 step or one scale, and at most one in eight

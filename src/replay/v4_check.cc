@@ -108,7 +108,11 @@ struct V4Checker::Group {
 
 V4Checker::V4Checker(const V4Inputs& inputs, std::vector<int64_t> layers, int64_t topk,
                      const CodecChoice& run)
-    : inputs_(inputs), layers_(std::move(layers)), topk_(topk), run_(run) {
+    : inputs_(inputs),
+      layers_(std::move(layers)),
+      topk_(topk),
+      run_(run),
+      selection_tolerance_(selection_tolerance(inputs.shape().index_heads, kV4IndexDim, run)) {
   if (run_.device.kind == DeviceKind::kCpu) run_.device = Device::cpu(1);
   for (const int64_t layer : layers_) {
     Weights& made = weights_[layer];
@@ -303,7 +307,7 @@ void V4Checker::check_selection(const V4Sample& sample, const Rows& keys,
   const Misplacement worst =
       misplacement(selected, fp64_logits(query, quantised(keys), count), topk_);
   verdict->selection_slack = worst.slack;
-  if (worst.slack <= kEntryTolerance) return;
+  if (worst.slack <= selection_tolerance_) return;
   const EntryRange range{layer_id(sample), sample.row.request, 0, count, true};
   const Rows run_keys = run_compressed(range);
   for (int64_t g = 0; g < count; ++g) {
@@ -316,7 +320,7 @@ void V4Checker::check_selection(const V4Sample& sample, const Rows& keys,
   }
   const Misplacement run_worst =
       misplacement(selected, fp64_logits(query, quantised(run_keys), count), topk_);
-  if (run_worst.slack <= kEntryTolerance) {
+  if (run_worst.slack <= selection_tolerance_) {
     verdict->selection_slack = run_worst.slack;
     verdict->requantised = true;
     return;

@@ -13,9 +13,6 @@
 /// Recomputation of sampled rows in fp64 from the inputs alone: no cache, state, page or sharing.
 namespace fovea::internal {
 
-/// Of the row's max |score|, for the codes of one set of index keys.
-inline constexpr double kEntryTolerance = 0x1p-16;
-
 /// What the backend produced for one row.
 struct V4Sample {
   CheckRow row;
@@ -35,7 +32,7 @@ class V4Checker {
   /// Verdicts of samples, in their order; runs in parallel inside the caller's ThreadScope.
   ///
   /// Entries are compressed in fp64 from the tokens of their groups, rounded to bf16, packed by the
-  /// reference codec. Selection, with c the topk-th best score and d = kEntryTolerance * max
+  /// reference codec. Selection, with c the topk-th best score and d = selection_tolerance() * max
   /// |score|: min(topk, n_c) distinct entries, each with score >= c - d, and every entry with score
   /// > c + d among them. Output and lse: fp64 attention over the window and the selected, or all,
   /// entries.
@@ -88,6 +85,7 @@ class V4Checker {
   std::vector<int64_t> layers_;
   int64_t topk_;
   CodecChoice run_;
+  double selection_tolerance_;
   // By layer: what compressing needs.
   struct Weights {
     std::vector<float> sink, ape, norm, index_ape, index_norm;

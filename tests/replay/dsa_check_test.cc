@@ -198,7 +198,7 @@ TEST_F(CheckTest, SeesAWrongSelection) {
     ASSERT_FALSE(verdict.failures.empty());
     EXPECT_EQ(verdict.failures.front().op, "index_select");
     EXPECT_EQ(verdict.failures.front().kind, "selection");
-    EXPECT_GT(verdict.selection_slack, kSelectionTolerance);
+    EXPECT_GT(verdict.selection_slack, 0x1p-16);
   }
 }
 
@@ -361,11 +361,11 @@ TEST(DsaChecker, ARoundingOfIndexCodesIsNoMismatch) {
       DsaChecker(inputs, {0}, topk, {"ref"}).check(std::span(&sample, 1)).front();
   ASSERT_EQ(by_reference.failures.front().kind, "selection");
   EXPECT_FALSE(by_reference.requantised);
-  EXPECT_GT(by_reference.selection_slack, kSelectionTolerance);
+  EXPECT_GT(by_reference.selection_slack, 0x1p-16);
   const CheckVerdict verdict = DsaChecker(inputs, {0}, topk).check(std::span(&sample, 1)).front();
   EXPECT_EQ(verdict.failures.front().kind, "output");
   EXPECT_TRUE(verdict.requantised);
-  EXPECT_LE(verdict.selection_slack, kSelectionTolerance);
+  EXPECT_LE(verdict.selection_slack, 0x1p-16);
 }
 
 }  // namespace

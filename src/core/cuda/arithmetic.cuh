@@ -26,4 +26,11 @@ __device__ inline float exp2_fast(float x) {
   return y;
 }
 
+/// max(0, x), NaN for NaN.
+__device__ inline float relu(float x) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(0.0f));
+  return result;
+}
+
 }  // namespace fovea::internal::cuda

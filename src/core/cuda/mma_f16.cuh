@@ -48,11 +48,4 @@ __device__ inline void decode4_f16(uint32_t codes, uint32_t& low, uint32_t& high
 #endif
 }
 
-/// max(0, x), NaN for NaN.
-__device__ inline float relu(float x) {
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(0.0f));
-  return result;
-}
-
 }  // namespace fovea::internal::cuda

@@ -1,13 +1,11 @@
 #include <algorithm>
 #include <limits>
 
-#include "src/core/access.h"
+#include "src/core/cuda/arithmetic.cuh"
 #include "src/core/cuda/async_copy.cuh"
 #include "src/core/cuda/launch.cuh"
 #include "src/core/cuda/mma_f16.cuh"
-#include "src/core/cuda/vector_io.cuh"
-#include "src/index/index_logits_impl.h"
-#include "src/index/index_page.h"
+#include "src/index/cuda/index_logits_rows.cuh"
 
 // The product of a row's heads with keys on tensor cores: 64 heads x 128 channels are the left
 // matrix, which a warp keeps decoded in its registers (128 of them), and 16 keys the right one.
@@ -29,6 +27,14 @@ namespace {
 using cuda::MmaA;
 using cuda::MmaB;
 using cuda::MmaC;
+using index_rows::clamp;
+using index_rows::kNegInf;
+using index_rows::load_codes;
+using index_rows::page_at;
+using index_rows::split_position;
+using index_rows::Window;
+using index_rows::window_of;
+using index_rows::word_of;
 
 constexpr char kOp[] = "index_logits";
 constexpr int kWarps = 8;
@@ -50,78 +56,16 @@ constexpr int64_t kMaxPagedChunkKeys = 8192;
 constexpr int64_t kChunksPerSm = 8;
 constexpr int64_t kMaxChunkPages = 2048;
 
-struct Params {
-  Accessor<const uint8_t, 3> q_fp8;
-  Accessor<const float, 2> head_weight;
-  Accessor<float, 2> logits;
-  // ragged
-  Accessor<const uint8_t, 2> k_fp8{};
-  const float* k_scale = nullptr;
-  const int32_t* k_start = nullptr;
-  const int32_t* k_end = nullptr;
-  // paged
-  IndexPages<const uint8_t> pages;
-  int32_t page_shift = -1;  // log2 of the page size, or -1
-  Accessor<const int32_t, 2> page_table{};
-  const int32_t* row_to_request = nullptr;
-  const int32_t* row_len = nullptr;
+struct Params : index_rows::Inputs {
+  using Inputs::Inputs;
+
   // score_rows
   int32_t key_stride = 0;    // bytes from a page or ragged key to the next
   int32_t scale_offset = 0;  // bytes from a page to its scales
-  int32_t num_heads;
-  int32_t head_dim;
-  int32_t group_rows = 1;  // rows of a block
-  int32_t chunk_keys = 0;  // keys of a block; blocks of a group go on in strides of num_chunks
+  int32_t group_rows = 1;    // rows of a block
+  int32_t chunk_keys = 0;    // keys of a block; blocks of a group go on in strides of num_chunks
   int32_t num_chunks = 0;
 };
-
-// Keys that a row scores. Positions are entries of i32 tensors or below them, hence int32.
-struct Window {
-  int32_t begin;
-  int32_t end;      // begin when the row has no keys
-  int32_t request;  // row of the page table; 0 in the ragged layout
-};
-
-__device__ int64_t clamp(int64_t x, int64_t low, int64_t high) {
-  return x < low ? low : x > high ? high : x;
-}
-
-template <bool kPaged>
-__device__ Window window_of(const Params& params, int64_t t) {
-  const int64_t width = params.logits.shape[1];
-  if constexpr (kPaged) {
-    const int32_t request = params.row_to_request[t];
-    const int32_t length = params.row_len[t];
-    const bool known = request >= 0 && request < params.page_table.shape[0];
-    // No branch between the two reads: they are under way together.
-    return {0, static_cast<int32_t>(clamp(known ? length : 0, 0, width)), known ? request : 0};
-  } else {
-    const int64_t keys = params.k_fp8.shape[0];
-    const int64_t begin = clamp(params.k_start[t], 0, keys);
-    const int64_t limit = keys < begin + width ? keys : begin + width;
-    const int64_t end = clamp(params.k_end[t], begin, limit > begin ? limit : begin);
-    return {static_cast<int32_t>(begin), static_cast<int32_t>(end), 0};
-  }
-}
-
-__device__ void split_position(const Params& params, int32_t position, int32_t& column,
-                               int32_t& offset) {
-  if (params.page_shift >= 0) {
-    column = position >> params.page_shift;
-    offset = position & ((1 << params.page_shift) - 1);
-  } else {
-    const auto page_size = static_cast<int32_t>(params.pages.page_size);
-    column = position / page_size;
-    offset = position - column * page_size;
-  }
-}
-
-// The page of a column, -1 when the table or the pool does not have it.
-__device__ int64_t page_at(const Params& params, int64_t request, int64_t column) {
-  if (column >= params.page_table.shape[1]) return -1;
-  const int64_t page = params.page_table(request, column);
-  return params.pages.holds(page) ? page : -1;
-}
 
 // Heads lane / 4 + 8 * i of a left matrix of 64 heads, i = 0..7; absent heads weigh nothing.
 __device__ void load_weights(const Params& params, int64_t t, int32_t first_head,
@@ -132,33 +76,6 @@ __device__ void load_weights(const Params& params, int64_t t, int32_t first_head
     const int32_t h = first_head + lane / 4 + 8 * i;
     weight[i] = h < params.num_heads ? params.head_weight(t, h) : 0.0f;
   }
-}
-
-// 16 codes from `channel` on, zeros past head_dim. kBytes divides the address; 16 and 4 also divide
-// head_dim.
-template <int kBytes>
-__device__ uint4 load_codes(const uint8_t* row, int32_t channel, int32_t head_dim) {
-  uint4 codes = make_uint4(0, 0, 0, 0);
-  if constexpr (kBytes == 16) {
-    if (channel < head_dim) codes = *reinterpret_cast<const uint4*>(row + channel);
-  } else {
-    uint32_t words[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int i = 0; i < 16; i += kBytes) {
-      if (channel + i >= head_dim) continue;
-      if constexpr (kBytes == 4) {
-        words[i / 4] = *reinterpret_cast<const uint32_t*>(row + channel + i);
-      } else {
-        words[i / 4] |= static_cast<uint32_t>(row[channel + i]) << (8 * (i % 4));
-      }
-    }
-    codes = make_uint4(words[0], words[1], words[2], words[3]);
-  }
-  return codes;
-}
-
-__device__ uint32_t word_of(const uint4& codes, int i) {
-  return i == 0 ? codes.x : i == 1 ? codes.y : i == 2 ? codes.z : codes.w;
 }
 
 // The part of a left matrix that one word of codes of heads g and g + 8 makes.
@@ -211,8 +128,6 @@ __device__ int unit_key() {
 }
 // Two lanes have each key; one of them writes.
 __device__ bool writes_key() { return (threadIdx.x & 4) == 0; }
-
-constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 
 struct Tile {
   uint8_t codes[kTileKeys * kDim];
@@ -322,13 +237,9 @@ __device__ Run find_run(const Window* windows, int group_rows, int first) {
   Run run{first, first + 1, windows[first]};
   for (; run.next < group_rows; ++run.next) {
     const Window window = windows[run.next];
-    if (window.begin == window.end) continue;
-    if (run.keys.begin == run.keys.end || window.request != run.keys.request ||
-        window.begin >= run.keys.end || window.end <= run.keys.begin) {
-      break;
-    }
-    run.keys.begin = min(run.keys.begin, window.begin);
-    run.keys.end = max(run.keys.end, window.end);
+    if (window.is_empty()) continue;
+    if (run.keys.is_empty() || !run.keys.meets(window)) break;
+    run.keys.include(window);
   }
   return run;
 }
@@ -620,45 +531,9 @@ __global__ void __launch_bounds__(kThreads) score_any(const __grid_constant__ Pa
   }
 }
 
-// The largest of 16, 4, 1 that divides every address of codes, and for 16 and 4 lets a scale be
-// read as one word.
-int address_unit(const IndexLogitsProblem& problem, const Params& params) {
-  const bool paged = problem.layout == IndexLayout::kPaged;
-  const auto fits = [&](int64_t bytes) {
-    const bool rows = cuda::is_aligned(params.q_fp8.data, bytes) &&
-                      params.q_fp8.stride[0] % bytes == 0 && params.q_fp8.stride[1] % bytes == 0 &&
-                      problem.head_dim % bytes == 0;
-    const bool keys =
-        paged ? cuda::is_aligned(params.pages.data, bytes) &&
-                    params.pages.page_stride_bytes % bytes == 0
-              : cuda::is_aligned(params.k_fp8.data, bytes) && params.k_fp8.stride[0] % bytes == 0;
-    return rows && keys;
-  };
-  return fits(16) ? 16 : fits(4) ? 4 : 1;
-}
-
 Params params_of(const IndexLogitsProblem& problem, const IndexLogitsTensors& tensors) {
+  Params params(problem, tensors);
   const bool paged = problem.layout == IndexLayout::kPaged;
-  Params params{.q_fp8 = access<const uint8_t, 3>(tensors.q_fp8),
-                .head_weight = access<const float, 2>(tensors.head_weight),
-                .logits = access<float, 2>(tensors.logits),
-                .pages = IndexPages<const uint8_t>(paged ? tensors.index_pool : ConstTensorView(),
-                                                   problem.page_size, problem.head_dim),
-                .num_heads = static_cast<int32_t>(problem.num_heads),
-                .head_dim = static_cast<int32_t>(problem.head_dim)};
-  if (paged) {
-    params.page_table = access<const int32_t, 2>(tensors.page_table);
-    params.row_to_request = static_cast<const int32_t*>(tensors.row_to_request.data);
-    params.row_len = static_cast<const int32_t*>(tensors.row_len.data);
-    for (int shift = 0; shift <= 8; ++shift) {
-      if (problem.page_size == int64_t{1} << shift) params.page_shift = shift;
-    }
-  } else {
-    params.k_fp8 = access<const uint8_t, 2>(tensors.k_fp8);
-    params.k_scale = static_cast<const float*>(tensors.k_scale.data);
-    params.k_start = static_cast<const int32_t*>(tensors.k_start.data);
-    params.k_end = static_cast<const int32_t*>(tensors.k_end.data);
-  }
   const int64_t stride = paged ? params.pages.page_stride_bytes : params.k_fp8.stride[0];
   params.key_stride =
       stride <= std::numeric_limits<int32_t>::max() ? static_cast<int32_t>(stride) : -1;
@@ -666,13 +541,12 @@ Params params_of(const IndexLogitsProblem& problem, const IndexLogitsTensors& te
   return params;
 }
 
-// Rows that a block takes: rows of one request read the same keys. How many a request has follows
-// from the shapes when all have the same number.
+// Rows that a block takes: rows of one request read the same keys.
 int64_t group_rows_of(const IndexLogitsProblem& problem, const Params& params) {
-  const int64_t rows = params.q_fp8.shape[0];
-  if (problem.layout == IndexLayout::kRagged) return std::min<int64_t>(rows, kMaxGroupRows);
-  const int64_t requests = std::max<int64_t>(1, params.page_table.shape[0]);
-  return std::clamp<int64_t>((rows + requests - 1) / requests, 1, kMaxGroupRows);
+  const int64_t rows = problem.layout == IndexLayout::kRagged
+                           ? params.q_fp8.shape[0]
+                           : index_rows::rows_per_request(params);
+  return std::clamp<int64_t>(rows, 1, kMaxGroupRows);
 }
 
 using Kernel = void (*)(const Params);
@@ -701,7 +575,7 @@ void index_logits_cuda_portable(const IndexLogitsProblem& problem, const Device&
   if (!paged) width = std::min(width, params.k_fp8.shape[0]);
   if (rows == 0 || width == 0) return;
 
-  const int unit = address_unit(problem, params);
+  const int unit = index_rows::address_unit(problem, params);
   const bool any =
       problem.num_heads > kHeads || problem.head_dim != kDim || unit == 1 || params.key_stride < 0;
   params.group_rows = static_cast<int32_t>(any ? 1 : group_rows_of(problem, params));

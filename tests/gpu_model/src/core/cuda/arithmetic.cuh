@@ -6,5 +6,6 @@
 namespace fovea::internal::cuda {
 
 inline float exp2_fast(float x) { return exp2f(x); }
+inline float relu(float x) { return x < 0 ? 0.0f : x; }
 
 }  // namespace fovea::internal::cuda

@@ -26,6 +26,10 @@ struct PanelMatrix {
                                                             column / 64 * panel_bytes);
     return bf16_to_float(*reinterpret_cast<const bf16_t*>(from ^ (from >> 7 & 7) << 4));
   }
+  float code(int row, int column) const {
+    const uintptr_t from = address + static_cast<uintptr_t>(row * kPanelRowBytes + column);
+    return e4m3_to_float(*reinterpret_cast<const uint8_t*>(from ^ (from >> 7 & 7) << 4));
+  }
 };
 
 inline PanelMatrix panel_matrix(const void* shared, int panel_bytes) {
@@ -53,6 +57,9 @@ void wgmma_wait() {
 inline void shared_stores_before_wgmma() {}
 template <int kN>
 void wgmma_pin(WgmmaSums<kN>&) {}
+
+template <int kCount>
+void wgmma_pin(WgmmaA (&)[kCount]) {}
 
 // Rows lane / 4 and + 8 of the warp's 16 rows of A.
 struct WgmmaRows {
@@ -95,6 +102,33 @@ void wgmma(WgmmaSums<kN>& s, const WgmmaA& a, PanelMatrix b, int keep_sums) {
   }
   test::gpu::start_work(
       [&s, rows, b, keep_sums] { multiply_rows<kSide>(s, rows, b, keep_sums != 0); });
+}
+
+// Codes: 32 columns of A a step; products in the order of the columns, in fp32. A's registers stay
+// as they are until the thread waits.
+template <int kN>
+void wgmma_e4m3(WgmmaSums<kN>& s, const WgmmaA& a, PanelMatrix b, int keep_sums) {
+  const test::gpu::Exchange<WgmmaA> shown(a);
+  struct Rows {
+    float x[2][32];
+  } rows;
+  for (unsigned k = 0; k < 32; ++k) {
+    const WgmmaA from = shown.from(threadIdx.x % 32 / 4 * 4 + k % 16 / 4);
+    for (unsigned half = 0; half < 2; ++half)
+      rows.x[half][k] =
+          e4m3_to_float(static_cast<uint8_t>(from.x[half + 2 * (k / 16)] >> (8 * (k % 4))));
+  }
+  test::gpu::start_work([&s, &a, own = a, rows, b, keep_sums] {
+    if (std::memcmp(&a, &own, sizeof(a)) != 0)
+      throw std::logic_error("registers of A were written while a product read them");
+    const int first = 2 * static_cast<int>(threadIdx.x % 4);
+    for (int i = 0; i < kN / 2; ++i) {
+      const int n = 8 * (i / 4) + first + i % 2;
+      float sum = keep_sums != 0 ? s.x[i] : 0;
+      for (int k = 0; k < 32; ++k) sum += rows.x[i / 2 % 2][k] * b.code(n, k);
+      s.x[i] = sum;
+    }
+  });
 }
 
 }  // namespace fovea::internal::cuda
