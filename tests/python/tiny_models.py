@@ -3,8 +3,15 @@
 import torch
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DeepseekV32Config, DeepseekV32ForCausalLM
 from transformers import KimiLinearConfig, KimiLinearForCausalLM
-from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
-from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLForCausalLM
+from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import (
+    MiniMaxM3VLConfig,
+    MiniMaxM3VLTextConfig,
+    MiniMaxM3VLVisionConfig,
+)
+from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
+    MiniMaxM3SparseForConditionalGeneration,
+    MiniMaxM3VLForCausalLM,
+)
 
 VOCABULARY = 128
 COMMON = {"vocab_size": VOCABULARY, "hidden_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -12,14 +19,26 @@ COMMON = {"vocab_size": VOCABULARY, "hidden_size": 128, "pad_token_id": 0, "bos_
 # Every expert is chosen, so that rounding changes no route; weights three times the usual make attention peaked.
 
 
-def minimax_m3(selected=4, **more):
-    options = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "rotary_dim": 32,
-               "index_n_heads": 2, "index_head_dim": 32, "index_block_size": 8}  # fmt: skip
-    return MiniMaxM3VLForCausalLM(MiniMaxM3VLTextConfig(**COMMON, **{
+def minimax_m3_config(selected=4, **more):
+    return MiniMaxM3VLTextConfig(**COMMON, **{
         "num_hidden_layers": 3, "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
         "mlp_layer_types": ["dense", "sparse", "dense"], "num_local_experts": 2, "intermediate_size": 64,
-        "dense_intermediate_size": 128, "shared_intermediate_size": 64, "index_topk_blocks": selected,
-        **options, **more}))  # fmt: skip
+        "dense_intermediate_size": 128, "shared_intermediate_size": 64, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "head_dim": 64, "rotary_dim": 32, "index_n_heads": 2, "index_head_dim": 32,
+        "index_block_size": 8, "index_topk_blocks": selected, **more})  # fmt: skip
+
+
+def minimax_m3(selected=4, **more):
+    return MiniMaxM3VLForCausalLM(minimax_m3_config(selected, **more))
+
+
+def minimax_m3_with_vision():
+    """The same text model with a vision tower of one layer: an image is token 127."""
+    vision = MiniMaxM3VLVisionConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+                                     image_size=16, patch_size=4)  # fmt: skip
+    return MiniMaxM3SparseForConditionalGeneration(MiniMaxM3VLConfig(
+        text_config=minimax_m3_config(64).to_dict(), vision_config=vision.to_dict(), projector_hidden_size=128,
+        image_token_index=VOCABULARY - 1, video_token_index=VOCABULARY - 2))  # fmt: skip
 
 
 def deepseek_v4(selected=4, **more):

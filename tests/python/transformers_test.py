@@ -16,14 +16,15 @@ if not MISSING:
     import transformers
 
     import fovea.transformers
-    from tiny_models import FAMILIES, VOCABULARY
+    from tiny_models import FAMILIES, VOCABULARY, minimax_m3_with_vision
 
 PROMPT, GENERATED, EVERY = 40, 32, 64
 
 # Relative error of the logits of one token, in the 2-norm. Eager itself is 0.8 to 2 % away from fp32 in bf16 (epsilon
-# 0.4 %), and every token is closer than 4 % to eager where nothing is selected. Where an index selects, rounding
+# 0.4 %), and every token was seen within 4.5 % of eager where all is selected. Where an index selects, rounding
 # exchanges choices that are nearly equal, and what is selected later follows: most tokens, not all, are that close.
-MEDIAN, EACH, SHARE = 2.5e-2, 5e-2, 0.8
+MEDIAN, EACH, SHARE = 2.5e-2, 8e-2, 0.8
+DIFFERENT = 0.1
 
 
 def errors(actual, expected):
@@ -112,7 +113,7 @@ class Models:
                     if sparse:
                         every = self.model(family, "eager", selected=EVERY)
                         # The test sees whether the selection is followed.
-                        self.assertGreater(errors(self.logits(every, tokens), expected).median().item(), 2 * EACH)
+                        self.assertGreater(errors(self.logits(every, tokens), expected).median().item(), DIFFERENT)
 
     def test_rounding_is_that_of_eager(self):
         for family in self.families:
@@ -142,7 +143,7 @@ class Models:
                 other[:, 25:] = self.tokens(2, PROMPT - 25, seed=2)
                 first, second = self.logits(model, tokens), self.logits(model, other)
                 self.assertLess(errors(first[:, :25], second[:, :25]).max().item(), 1e-2)
-                self.assertGreater(errors(first[:, 25:], second[:, 25:]).median().item(), 0.1)
+                self.assertGreater(errors(first[:, 25:], second[:, 25:]).median().item(), DIFFERENT)
 
     def test_chunks_with_a_cache_agree_with_one_prefill(self):
         for family in self.families:
@@ -216,6 +217,22 @@ class Models:
             self.assertEqual(loaded.config._attn_implementation, "fovea")
             tokens = self.tokens(2, PROMPT)
             self.assert_agree(self.logits(loaded, tokens), self.logits(model, tokens), True)
+
+    def test_an_image_between_tokens(self):
+        tokens = self.tokens(1, PROMPT).clamp(max=VOCABULARY - 3)  # the last two are images and videos
+        pixels = torch.randn(16, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(0)).to(self.device)
+        torch.manual_seed(0)
+        model = minimax_m3_with_vision().eval().to(self.device, torch.bfloat16)
+        tokens[:, 5:9] = model.config.image_token_id  # 4 x 4 patches, merged by 2 x 2
+        inputs = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4]], device=self.device)}
+        logits = {}
+        for implementation in ("eager", "fovea"):
+            model.set_attn_implementation(implementation)
+            self.assertEqual(model.config.text_config._attn_implementation, implementation)
+            logits[implementation] = model(input_ids=tokens, **inputs).logits
+        self.assert_agree(logits["fovea"], logits["eager"], False)
+        text = model(input_ids=tokens, pixel_values=pixels * 0, image_grid_thw=inputs["image_grid_thw"]).logits
+        self.assertGreater(errors(text, logits["eager"])[9:].median().item(), DIFFERENT)
 
 
 class TransformersTest(Models, TransformersCase):
@@ -322,7 +339,7 @@ class RefusalsTest(TransformersCase):
                 self.refused(fovea.Unsupported, "gradients", family, lambda model=model: model(self.tokens(1, 8)))
 
     def test_dropout_and_attention_weights(self):
-        for family in set(self.families) - {"kimi_linear"}:
+        for family in self.families:
             model = self.model(family, attention_dropout=0.1).train()
             self.refused(fovea.Unsupported, "dropout 0.1", family, lambda model=model: model(self.tokens(1, 8)))
         for family in self.families:
@@ -362,7 +379,9 @@ class RefusalsTest(TransformersCase):
         config = transformers.LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
                                           num_attention_heads=2, attn_implementation="fovea")  # fmt: skip
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
-        self.refused(fovea.Unsupported, "no attention for model type 'llama'", "llama", lambda: model(self.tokens(1, 8) % 32))
+        self.refused(
+            fovea.Unsupported, "no attention for model type 'llama'", "llama", lambda: model(self.tokens(1, 8) % 32)
+        )
 
     def test_a_copy_of_a_model_keeps_its_own_implementation(self):
         model = self.model("kimi_linear")

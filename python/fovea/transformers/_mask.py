@@ -55,11 +55,17 @@ def mask(
     )
     if model_type in SETS:
         return eager_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device=device, **options
+            batch_size,
+            q_length,
+            kv_length,
+            q_offset,
+            kv_offset,
+            mask_function,
+            attention_mask,
+            device=device,
+            **options,
         )
-    require(
-        mask_function is causal_mask_function, f"{model_type} with packed sequences or a mask function of its own"
-    )
+    require(mask_function is causal_mask_function, f"{model_type} with packed sequences or a mask function of its own")
     end = q_offset + q_length
     first = 0
     if attention_mask is not None:
