@@ -6,17 +6,20 @@
 #define msa_attend_cuda_sm90_preferred msa_attend_model_preferred
 #define msa_attend_cuda_sm90_workspace msa_attend_model_workspace
 #define msa_attend_cuda_sm90 msa_attend_model_run
-#include "src/msa/cuda/msa_attend_sm90.cu"
+#define launch_lists launch_lists_on_model
+#include "src/msa/cuda/msa_attend_sm90/lists.cu"
 
-namespace fovea::internal::msa {
+#include "src/msa/cuda/msa_attend_sm90/launch.cu"
+
+namespace fovea::internal::msa::by_block {
+
+// Shared memory of the block that runs: of lists, of items.
 namespace {
-
-// Shared memory of the block that runs.
 alignas(1024) thread_local uint8_t memory[128 << 10];
+}  // namespace
 alignas(1024) thread_local uint8_t item_memory[128 << 10];
 
-}  // namespace
-}  // namespace fovea::internal::msa
+}  // namespace fovea::internal::msa::by_block
 
 #include "tests/gpu_model/msa_attend_model.h"
 
@@ -25,8 +28,9 @@ namespace fovea::test::gpu {
 void run_msa_attend_sm90(const MsaAttendProblem& problem, const MsaAttendTensors& tensors) {
   const Device device{DeviceKind::kCuda, 0};
   // Nothing is zero by itself; of large scratch memory, the beginning.
-  std::memset(internal::msa::memory, 0xFF, sizeof(internal::msa::memory));
-  std::memset(internal::msa::item_memory, 0xFF, sizeof(internal::msa::item_memory));
+  std::memset(internal::msa::by_block::memory, 0xFF, sizeof(internal::msa::by_block::memory));
+  std::memset(internal::msa::by_block::item_memory, 0xFF,
+              sizeof(internal::msa::by_block::item_memory));
   HostBuffer scratch(internal::msa_attend_model_workspace(problem, device));
   const size_t filled = std::min(scratch.bytes(), size_t{16} << 20);
   if (filled > 0) std::memset(scratch.data(), 0xFF, filled);
