@@ -26,6 +26,18 @@ __device__ inline float exp2_fast(float x) {
   return y;
 }
 
+/// Keeps what was computed before a loop in a register: the compiler would rather compute it again
+/// in every turn.
+template <class T>
+__device__ inline void hold(T& x) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8);
+  if constexpr (sizeof(T) == 8) {
+    asm volatile("" : "+l"(x));
+  } else {
+    asm volatile("" : "+r"(x));
+  }
+}
+
 /// max(0, x), NaN for NaN.
 __device__ inline float relu(float x) {
   float result;

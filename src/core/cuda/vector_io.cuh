@@ -78,22 +78,15 @@ __device__ inline void prefetch_l2(const void* at) {
 }
 
 /// Starts to read memory that no one writes while the kernel runs: here, not where the compiler
-/// finds a use for it, and into the registers where it is used. kOnce: not for the first-level
-/// cache.
-template <bool kOnce>
-__device__ inline void load_ahead(uint4& to, const void* from) {
-  if constexpr (kOnce) {
-    asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
-                 : "l"(__cvta_generic_to_global(from)));
-  } else {
-    asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
-                 : "l"(__cvta_generic_to_global(from)));
-  }
-}
+/// finds a use for it.
 __device__ inline void load_ahead(uint32_t& to, const void* from) {
   asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(to) : "l"(__cvta_generic_to_global(from)));
+}
+
+/// Where the compiler does not know that a pointer is to global memory.
+__device__ inline void store_global(float* to, float value) {
+  asm volatile("st.global.f32 [%0], %1;" ::"l"(__cvta_generic_to_global(to)), "f"(value)
+               : "memory");
 }
 
 inline bool is_aligned(const void* data, uintptr_t bytes) {

@@ -90,17 +90,6 @@ __device__ inline void wgmma_pin(WgmmaSums<kN>& sums) {
   for (float& x : sums.x) asm volatile("" : "+f"(x)::"memory");
 }
 
-/// The same for registers of A: behind the `wgmma_wait` of the last product that reads them. Before
-/// it the compiler does not know that they are still in use.
-template <int kCount>
-__device__ inline void wgmma_pin(WgmmaA (&a)[kCount]) {
-#pragma unroll
-  for (WgmmaA& piece : a) {
-#pragma unroll
-    for (uint32_t& x : piece.x) asm volatile("" : "+r"(x)::"memory");
-  }
-}
-
 // Registers %0 .. of the sums, as text and as operands.
 #define FOVEA_TEXT_32                                                                \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, " \
@@ -178,28 +167,26 @@ __device__ inline void wgmma(WgmmaSums<kN>& s, const WgmmaA& a, PanelMatrix b_ma
   }
 }
 
-// The four registers of A, B, keep.
-#define FOVEA_WGMMA_E4M3(n, text, a0, a1, a2, a3, b, keep, ...)                            \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" keep                                   \
-               ", 0;\n"                                                                    \
-               "wgmma.mma_async.sync.aligned.m64n" n "k32.f32.e4m3.e4m3 {" text "}, {%" a0 \
-               ", %" a1 ", %" a2 ", %" a3 "}, %" b ", p, 1, 1;\n}\n"                       \
-               : __VA_ARGS__                                                               \
-               : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "l"(b_matrix.bits),   \
-                 "r"(keep_sums))
+// A from shared memory, B, keep.
+#define FOVEA_WGMMA_E4M3(n, text, a, b, keep, ...)                                               \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" keep                                         \
+               ", 0;\n"                                                                          \
+               "wgmma.mma_async.sync.aligned.m64n" n "k32.f32.e4m3.e4m3 {" text "}, %" a ", %" b \
+               ", p, 1, 1;\n}\n"                                                                 \
+               : __VA_ARGS__                                                                     \
+               : "l"(a_matrix.bits), "l"(b_matrix.bits), "r"(keep_sums))
 
-/// The same for codes e4m3, 32 columns of A a step; B by rows, panels of 128 columns of one byte.
-/// Register i of A: row 16 * (warp % 4) + lane / 4 + 8 * (i % 2), the four columns from
-/// 4 * (lane % 4) + 16 * (i / 2) on. N is 64 or 128. Products are exact, but an addend of a step (a
-/// product, or the sum so far) loses what lies below 2^-13 of the power of two of the largest.
+/// The same for codes e4m3, by rows: panels of 128 columns of one byte, 32 columns (32 bytes) a
+/// step; N is 64 or 128. Products are exact, but an addend of a step (a product, or the sum so far)
+/// loses what lies below 2^-13 of the power of two of the largest.
 template <int kN>
-__device__ inline void wgmma_e4m3(WgmmaSums<kN>& s, const WgmmaA& a, PanelMatrix b_matrix,
+__device__ inline void wgmma_e4m3(WgmmaSums<kN>& s, PanelMatrix a_matrix, PanelMatrix b_matrix,
                                   int keep_sums) {
   static_assert(kN == 64 || kN == 128);
   if constexpr (kN == 64) {
-    FOVEA_WGMMA_E4M3("64", FOVEA_TEXT_32, "32", "33", "34", "35", "36", "37", FOVEA_SUMS_32(0));
+    FOVEA_WGMMA_E4M3("64", FOVEA_TEXT_32, "32", "33", "34", FOVEA_SUMS_32(0));
   } else {
-    FOVEA_WGMMA_E4M3("128", FOVEA_TEXT_64, "64", "65", "66", "67", "68", "69", FOVEA_SUMS_64);
+    FOVEA_WGMMA_E4M3("128", FOVEA_TEXT_64, "64", "65", "66", FOVEA_SUMS_64);
   }
 }
 

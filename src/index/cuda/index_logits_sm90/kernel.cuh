@@ -10,29 +10,25 @@
 #include "src/index/cuda/index_logits_rows.cuh"
 #include "src/index/cuda/index_logits_sm90/config.h"
 
-// Keys are the rows of a product, 64 a warpgroup, and come from global memory to the registers that
-// tensor cores read; the heads of queries are its columns and stay in shared memory. So a thread
+// Keys are the rows of a product, 64 a warpgroup; the heads of queries are its columns. So a thread
 // has 16 heads of two keys for a row: relu, weights and the sum over heads happen where the
 // products are, and four lanes add up what they have.
 //
-// All warpgroups of a block do the same with rows of their own:
+// All warpgroups of a block do the same with rows and keys of their own:
 //
-//   4 rows   products of rows 0, 1 | of rows 2, 3 | of rows 0, 1 of the next keys | . .
-//   threads  weigh rows 2, 3 of the last keys | weigh rows 0, 1 | weigh rows 2, 3 | . .
-//   memory   the next 64 keys . . . . . . . . . . . . . . . . . . . . . .
+//   memory   the keys after the next ones, into the place of the last ones
+//   4 rows   products of rows 0, 1 | of rows 2, 3  |
+//   threads                        | weigh 0, 1    | weigh 2, 3
 //
-// With one or two rows a warpgroup waits for its products; others of the multiprocessor go on.
+// While a warpgroup weighs, others of the multiprocessor multiply. A warp brings 16 of the 64 keys.
 //
 // Work is counted in tiles: 64 keys of a run, which are neighbouring rows of a group that read the
 // same keys. Every block counts all tiles and takes an even share of them, wherever it begins.
 //
-// Channels are dealt out so that a lane's share of a key is 16 bytes twice: step s of a product has
-// words s of pieces 0..3 of a key, then of pieces 4..7, in the keys and in the queries. Sums of 32
-// products, the order of steps, of heads and of lanes are the same for every number of rows.
+// The order in which products, heads and lanes are added is the same for every number of rows.
 namespace fovea::internal::index_sm90 {
 
 using cuda::PanelMatrix;
-using cuda::WgmmaA;
 using cuda::WgmmaSums;
 using index_rows::Window;
 
@@ -57,6 +53,9 @@ struct Share {
 template <class Shape>
 struct SharedMemory {
   uint8_t queries[Shape::kBlockRows][kQueryBytes];
+  uint8_t tiles[Shape::kGroups][Shape::kStages][kTileBytes];  // of 64 keys
+  float scales[Shape::kGroups][Shape::kStages][kKeys];
+  uint8_t is_held[Shape::kGroups][Shape::kStages][kKeys];
   float4 weights[Shape::kBlockRows][4][4];  // see load_weights
   int64_t sums[cuda::kWarpThreads + 1];
   // Here and not in the registers of threads that have none to spare.
@@ -140,159 +139,179 @@ __device__ __forceinline__ void find_share(const Params& params, SharedMemory<Sh
   __syncthreads();
 }
 
-// The place of a thread: key `key` and + 8 of the warpgroup's 64, pieces `lane` and + 4 of them; of
-// sums, heads 8 j + 2 lane and + 1.
+// Of sums a thread has keys key_of_thread() and + 8, heads 8 j + 2 lane_of_four() and + 1.
 __device__ inline int key_of_thread() {
   return threadIdx.x % kGroupThreads / 32 * 16 + threadIdx.x % 32 / 4;
 }
 __device__ inline int lane_of_four() { return threadIdx.x % 4; }
-// Exchanged, so that the compiler knows the number to be that of the whole warp.
-template <class Shape>
-__device__ __forceinline__ int own_warpgroup() {
-  if constexpr (Shape::kGroups == 1) return 0;
-  return __shfl_sync(0xFFFFFFFF, threadIdx.x / kGroupThreads, 0);
-}
 
-// Where the warpgroup is alone the compiler knows the barrier: blocks whose barriers it does not
+// The number is known to the compiler, which has a copy of the program for every warpgroup: what a
+// warpgroup has at addresses of its own needs no registers. And blocks whose barriers it does not
 // know take all 16, and no more than four of them fit a multiprocessor.
-template <class Shape>
-__device__ __forceinline__ void sync_warpgroup() {
-  cuda::sync_some(1 + own_warpgroup<Shape>(), kGroupThreads);
+__device__ __forceinline__ void sync_warpgroup(int warpgroup) {
+  cuda::sync_some(1 + warpgroup, kGroupThreads);
 }
 
-// What a thread has asked for of a tile: its pieces of two keys, and of the key whose logits it
-// writes the scale.
-struct AskedKeys {
-  uint4 low[2];
-  uint4 high[2];
-  uint32_t scale;
-  bool is_held;
+// Where a stage of a warpgroup is.
+struct Stage {
+  uint8_t* codes;
+  float* scales;
+  uint8_t* is_held;
 };
 
-// Reads keys of a run up to position `end`. `position` is that of the thread's first key in a tile.
-// Unsigned: it may go past `end`.
-template <bool kPaged, bool kWide, bool kOnce>
+// Brings the 16 keys of the warp from position to position, 64 a step, to shared memory: those up
+// to `end`, and in place of others zeros or nothing.
+template <bool kPaged, bool kWide>
 struct KeyReader;
 
-// Codes at multiples of 16 bytes; the 16 keys of a warp lie in one page, of a power of two of keys.
-// In place of keys past the end the last one is read again, and in place of those without a page
-// what `spare` points to, [128]: loads without conditions.
-template <bool kPaged, bool kOnce>
-struct KeyReader<kPaged, true, kOnce> {
+// Codes at multiples of 16 bytes, keys side by side; those of the warp lie in one page, of a power
+// of two of keys. A copy of the warp takes 4 keys: `piece` of 16 bytes of key `key`.
+template <bool kPaged>
+struct KeyReader<kPaged, true> {
   const Params& params;
+  uint32_t position;  // of the tile that is fetched next; may go past `end`
   uint32_t end;
   int32_t request;
-  const uint8_t* spare;
-  uint32_t page;  // as the table has it, of the tile that is asked for next
+  uint32_t page;  // as the table has it, of that tile
+  int warp_key;
+  int offset[2];         // of keys 0..3 and 4..7 in a tile; two more are 8 rows below
+  const uint8_t* codes;  // ragged: of that tile
+  const float* scale;
 
-  __device__ uint32_t clamped(uint32_t position) const {
-    return position < end ? position : end - 1;
+  __device__ KeyReader(const Params& all, const Run& run, uint32_t first_key, uint32_t end_key)
+      : params(all), end(end_key), request(run.keys.request), page(0) {
+    const int lane = threadIdx.x % 32, key = lane / 8, piece = lane % 8;
+    warp_key = threadIdx.x % kGroupThreads / 32 * 16;
+    position = first_key + warp_key;
+    offset[0] = cuda::panel_offset(warp_key + key, piece);
+    offset[1] = cuda::panel_offset(warp_key + key + 4, piece);
+    cuda::hold(offset[0]);
+    cuda::hold(offset[1]);
+    codes = nullptr;
+    scale = nullptr;
+    if constexpr (!kPaged) {
+      codes = params.k_fp8.data + int64_t{position} * kDim + 16 * lane;
+      scale = params.k_scale + position + lane % 16;
+    }
+    find_page();
   }
-  __device__ bool has_column(uint32_t column) const {
-    return column < static_cast<uint32_t>(params.page_table.shape[1]);
+
+  __device__ bool has_page() const {
+    return position < end && position >> params.page_shift < params.page_table.shape[1];
   }
-  // Starts to read the page of a tile.
-  __device__ void find_page(uint32_t position) {
+  // Starts to read the page of the tile.
+  __device__ void find_page() {
     if constexpr (kPaged) {
-      const uint32_t column = clamped(position) >> params.page_shift;
-      cuda::load_ahead(page, has_column(column) ? params.page_table.row(request) + column
-                                                : params.row_to_request);
+      cuda::load_ahead(page, has_page()
+                                 ? params.page_table.row(request) + (position >> params.page_shift)
+                                 : params.row_to_request);
     }
   }
-  // Starts to read a tile whose page is found.
-  __device__ void ask(uint32_t position, AskedKeys& asked) const {
-    const int lane = lane_of_four();
-    const uint32_t at[2] = {clamped(position), clamped(position + 8)};
-    const uint32_t scaled = lane / 2 == 0 ? at[0] : at[1];
-    const uint8_t *codes[2], *scale;
-    asked.is_held = true;
+  // Starts to copy the tile, and goes to the next.
+  __device__ void fetch(const Stage& stage) {
+    const int lane = threadIdx.x % 32;
+    int32_t count = static_cast<int32_t>(end - position);  // of keys that are left; may be negative
     if constexpr (kPaged) {
       const auto id = static_cast<int32_t>(page);
-      asked.is_held = has_column(at[0] >> params.page_shift) && params.pages.holds(id);
-      const uint32_t mask = (1u << params.page_shift) - 1;
+      const bool is_held = has_page() && params.pages.holds(id);
+      if (!is_held) count = 0;
+      const uint32_t in_page = position & ((1u << params.page_shift) - 1);
       const uint8_t* const from =
-          asked.is_held ? params.pages.data + id * params.pages.page_stride_bytes : spare;
-      const uint32_t held = asked.is_held ? mask : 0;
-      codes[0] = from + kDim * (at[0] & held);
-      codes[1] = from + kDim * (at[1] & held);
-      scale = from + (asked.is_held ? kDim << params.page_shift : 0) + 4 * (scaled & held);
-    } else {
-      codes[0] = params.k_fp8.data + at[0] * params.k_fp8.stride[0];
-      codes[1] = params.k_fp8.data + at[1] * params.k_fp8.stride[0];
-      scale = reinterpret_cast<const uint8_t*>(params.k_scale + scaled);
+          params.pages.data + (is_held ? id : 0) * params.pages.page_stride_bytes;
+      codes = from + in_page * kDim + 16 * lane;
+      scale =
+          reinterpret_cast<const float*>(from + (kDim << params.page_shift)) + in_page + lane % 16;
+      if (lane == 0) stage.is_held[warp_key / 16] = is_held ? 1 : 0;
     }
+    if (count >= 16) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      cuda::load_ahead<kOnce>(asked.low[i], codes[i] + 16 * lane);
-      cuda::load_ahead<kOnce>(asked.high[i], codes[i] + 16 * lane + 64);
+      for (int i = 0; i < 4; ++i) {
+        cuda::copy_async<16>(stage.codes + offset[i % 2] + i / 2 * 8 * cuda::kPanelRowBytes,
+                             codes + i * 512, true);
+      }
+      if (lane < 16) cuda::copy_async<4>(stage.scales + warp_key + lane, scale, true);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        cuda::copy_async<16>(stage.codes + offset[i % 2] + i / 2 * 8 * cuda::kPanelRowBytes,
+                             codes + i * 512, 4 * i + lane / 8 < count);
+      }
+      if (lane < 16) cuda::copy_async<4>(stage.scales + warp_key + lane, scale, lane < count);
     }
-    cuda::load_ahead(asked.scale, scale);
+    if constexpr (!kPaged) {
+      codes += kKeys * kDim;
+      scale += kKeys;
+    }
+    position += kKeys;
+    find_page();
+  }
+  __device__ static bool is_held(const Stage& stage, int key) {
+    return !kPaged || stage.is_held[key / 16] != 0;
   }
 };
 
 // Any addresses and pages, and keys of fewer channels.
-template <bool kPaged, bool kOnce>
-struct KeyReader<kPaged, false, kOnce> {
+template <bool kPaged>
+struct KeyReader<kPaged, false> {
   const Params& params;
+  uint32_t position;
   uint32_t end;
   int32_t request;
-  const uint8_t* spare;
 
-  __device__ void find_page(uint32_t) {}
-  __device__ void ask(uint32_t position, AskedKeys& asked) const {
-    const int lane = lane_of_four();
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t at = position + 8 * i;
-      bool present = at < end;
-      const uint8_t *codes = nullptr, *scale = nullptr;
-      if (present) {
-        if constexpr (kPaged) {
-          int32_t column, offset;
-          index_rows::split_position(params, static_cast<int32_t>(at), column, offset);
-          const int64_t page = index_rows::page_at(params, request, column);
-          present = page >= 0;
-          codes = params.pages.codes(page, offset);
-          scale = params.pages.scale(page, offset);
-        } else {
-          codes = params.k_fp8.row(at);
-          scale = reinterpret_cast<const uint8_t*>(params.k_scale + at);
-        }
+  __device__ KeyReader(const Params& all, const Run& run, uint32_t first_key, uint32_t end_key)
+      : params(all),
+        position(first_key + threadIdx.x % kGroupThreads / 2),
+        end(end_key),
+        request(run.keys.request) {}
+
+  __device__ void fetch(const Stage& stage) {
+    const int key = threadIdx.x % kGroupThreads / 2;
+    bool present = position < end;
+    const uint8_t *codes = nullptr, *scale = nullptr;
+    if (present) {
+      if constexpr (kPaged) {
+        int32_t column, in_page;
+        index_rows::split_position(params, static_cast<int32_t>(position), column, in_page);
+        const int64_t id = index_rows::page_at(params, request, column);
+        present = id >= 0;
+        codes = params.pages.codes(id, in_page);
+        scale = params.pages.scale(id, in_page);
+      } else {
+        codes = params.k_fp8.row(position);
+        scale = reinterpret_cast<const uint8_t*>(params.k_scale + position);
       }
-      if (lane / 2 == i) asked.is_held = present;
-      if (!present) continue;
-      asked.low[i] = index_rows::load_codes<1>(codes, 16 * lane, params.head_dim);
-      asked.high[i] = index_rows::load_codes<1>(codes, 64 + 16 * lane, params.head_dim);
-      if (lane / 2 == i) asked.scale = __float_as_uint(cuda::load_float<false>(scale));
     }
+#pragma unroll 1
+    for (int piece = threadIdx.x % 2; piece < kDim / 16; piece += 2) {
+      uint4 word = make_uint4(0, 0, 0, 0);
+      if (present) word = index_rows::load_codes<1>(codes, 16 * piece, params.head_dim);
+      *reinterpret_cast<uint4*>(stage.codes + cuda::panel_offset(key, piece)) = word;
+    }
+    if (threadIdx.x % 2 == 0) {
+      stage.is_held[key] = present ? 1 : 0;
+      stage.scales[key] = present ? cuda::load_float<false>(scale) : 0.0f;
+    }
+    position += kKeys;
   }
+  __device__ static bool is_held(const Stage& stage, int key) { return stage.is_held[key] != 0; }
 };
 
-// A of the four steps.
-__device__ __forceinline__ void to_operands(const AskedKeys& asked, WgmmaA (&keys)[kSteps]) {
-#pragma unroll
-  for (int s = 0; s < kSteps; ++s) {
-    keys[s] = {{index_rows::word_of(asked.low[0], s), index_rows::word_of(asked.low[1], s),
-                index_rows::word_of(asked.high[0], s), index_rows::word_of(asked.high[1], s)}};
-  }
-}
-
 template <int kN>
-__device__ __forceinline__ void multiply(const WgmmaA (&keys)[kSteps], PanelMatrix queries,
+__device__ __forceinline__ void multiply(PanelMatrix keys, PanelMatrix queries,
                                          WgmmaSums<kN>& sums) {
   cuda::wgmma_fence();
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {
-    cuda::wgmma_e4m3(sums, keys[s], queries.advanced(32 * s), s > 0 ? 1 : 0);
+    cuda::wgmma_e4m3(sums, keys.advanced(32 * s), queries.advanced(32 * s), s > 0 ? 1 : 0);
   }
   cuda::wgmma_commit();
 }
 
-// The row that a thread writes logits of, in a series: of keys key_of_thread() + 8 * (lane / 2).
+// The row that a thread writes logits of, in a series.
 struct Target {
-  float* logits;  // of position 0
-  uint32_t begin;
-  uint32_t end;
+  float* logits;
+  uint32_t begin;  // key of column 0
+  uint32_t count;
 };
 
 // Weights 4 k .. 4 k + 3 of row r of a series, of the thread's lane of four.
@@ -302,13 +321,17 @@ struct WeightsInMemory {
 };
 struct WeightsInRegisters {
   float4 x[2][4];
+  __device__ WeightsInRegisters(const WeightsInMemory& from, int first_row) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i / 4][i % 4] = from(first_row + i / 4, i % 4);
+  }
   __device__ float4 operator()(int r, int k) const { return x[r][k]; }
 };
 
-// Weighs the products of a series and adds up heads; writes one logit. `position` as for KeyReader.
+// Weighs the products of a series and adds up heads; writes the logit of key `at`.
 template <int kRows, class Weights>
 __device__ __forceinline__ void finish(const WgmmaSums<64 * kRows>& sums, const Weights& weights,
-                                       uint32_t scale, bool is_held, uint32_t position,
+                                       float scale, bool is_held, uint32_t at,
                                        const Target& target) {
   constexpr unsigned kAll = 0xFFFFFFFF;
   float sum[kRows][2];
@@ -342,9 +365,9 @@ __device__ __forceinline__ void finish(const WgmmaSums<64 * kRows>& sums, const 
   const bool upper = lane / 2 != 0;
   const float total =
       (upper ? key_sum[1] : key_sum[0]) + __shfl_xor_sync(kAll, upper ? key_sum[0] : key_sum[1], 2);
-  const uint32_t at = position + 8 * (lane / 2);
-  if (at >= target.begin && at < target.end) {
-    target.logits[at] = is_held ? __uint_as_float(scale) * total : index_rows::kNegInf;
+  const uint32_t column = at - target.begin;
+  if (column < target.count) {
+    cuda::store_global(target.logits + column, is_held ? scale * total : index_rows::kNegInf);
   }
 }
 
@@ -365,9 +388,10 @@ struct OwnRows {
   }
 };
 
-// Queries to shared memory in the order of channels that the keys have; zeros where there are none.
+// Queries to shared memory; zeros where there are none.
 template <bool kPaged, bool kWide, class Shape>
 __device__ __forceinline__ void load_queries(const OwnRows<kPaged, Shape>& own, uint8_t* queries) {
+  constexpr int kBytes = kWide ? 16 : 1;
   const Params& params = own.params;
   const int lane = threadIdx.x % kGroupThreads;
 #pragma unroll 1
@@ -378,15 +402,10 @@ __device__ __forceinline__ void load_queries(const OwnRows<kPaged, Shape>& own, 
       const int head = (i + lane) / 8, piece = (i + lane) % 8;
       uint4 codes = make_uint4(0, 0, 0, 0);
       if (present && head < params.num_heads) {
-        codes = index_rows::load_codes < kWide
-                    ? 16
-                    : 1 > (params.q_fp8.row(own.row(r), head), 16 * piece, params.head_dim);
+        codes = index_rows::load_codes<kBytes>(params.q_fp8.row(own.row(r), head), 16 * piece,
+                                               params.head_dim);
       }
-#pragma unroll
-      for (int s = 0; s < kSteps; ++s) {
-        const int at = cuda::panel_offset(kHeads * r + head, 2 * s + piece / 4) + piece % 4 * 4;
-        *reinterpret_cast<uint32_t*>(queries + at) = index_rows::word_of(codes, s);
-      }
+      *reinterpret_cast<uint4*>(queries + cuda::panel_offset(kHeads * r + head, piece)) = codes;
     }
   }
 }
@@ -413,107 +432,117 @@ __device__ __forceinline__ Target find_target(const OwnRows<kPaged, Shape>& own,
   const Window window = own.window(r);
   const bool writes = Shape::kRows > 1 || lane % 2 == 0;
   const auto& logits = own.params.logits;
-  return {logits.data + (own.row(r) * logits.stride[0] - window.begin),
-          static_cast<uint32_t>(window.begin),
-          static_cast<uint32_t>(writes ? window.end : window.begin)};
+  return {logits.data + own.row(r) * logits.stride[0], static_cast<uint32_t>(window.begin),
+          static_cast<uint32_t>(writes ? window.end - window.begin : 0)};
 }
 
 // Tiles [first_tile, first_tile + num_tiles) of a run.
-template <bool kPaged, bool kWide, class Shape>
+template <int kWarpgroup, bool kPaged, bool kWide, class Shape>
 __device__ __forceinline__ void score_run(const Params& params, const Run& run, int64_t group,
                                           int64_t first_tile, int64_t num_tiles,
                                           SharedMemory<Shape>& shared) {
   constexpr int kRows = Shape::kRows;
-  const int warpgroup = own_warpgroup<Shape>();
-  const OwnRows<kPaged, Shape> own{params, run, group * params.group_rows, warpgroup * kRows};
+  const OwnRows<kPaged, Shape> own{params, run, group * params.group_rows, kWarpgroup * kRows};
   if (!own.any()) return;
-  uint8_t* const queries = shared.queries[warpgroup * kRows];
+  uint8_t* const queries = shared.queries[kWarpgroup * kRows];
   load_queries<kPaged, kWide, Shape>(own, queries);
-  load_weights<kPaged, Shape>(own, &shared.weights[warpgroup * kRows]);
+  load_weights<kPaged, Shape>(own, &shared.weights[kWarpgroup * kRows]);
   Target targets[Shape::kSeries];
 #pragma unroll
-  for (int i = 0; i < Shape::kSeries; ++i) targets[i] = find_target<kPaged, Shape>(own, i);
+  for (int i = 0; i < Shape::kSeries; ++i) {
+    targets[i] = find_target<kPaged, Shape>(own, i);
+    cuda::hold(targets[i].logits);
+    cuda::hold(targets[i].begin);
+    cuda::hold(targets[i].count);
+  }
   cuda::shared_stores_before_wgmma();
-  sync_warpgroup<Shape>();
+  sync_warpgroup(kWarpgroup);
 
-  const WeightsInMemory weights{&shared.weights[warpgroup * kRows][0][lane_of_four()]};
-  // A query that may be read: the first row of a run has keys.
-  const uint8_t* const spare = params.q_fp8.row(own.first_row + run.first, 0);
+  const WeightsInMemory weights{&shared.weights[kWarpgroup * kRows][0][lane_of_four()]};
   // The last keys are those of the share.
   const int64_t end_key = run.keys.begin + (first_tile + num_tiles) * kKeys;
-  KeyReader<kPaged, kWide, Shape::kGroups == 1> reader{
-      params, static_cast<uint32_t>(end_key < run.keys.end ? end_key : run.keys.end),
-      run.keys.request, spare};
   const auto tiles = static_cast<int>(num_tiles);
-  auto position = static_cast<uint32_t>(run.keys.begin + first_tile * kKeys + key_of_thread());
+  const auto first_key = static_cast<uint32_t>(run.keys.begin + first_tile * kKeys);
+  KeyReader<kPaged, kWide> reader(
+      params, run, first_key,
+      static_cast<uint32_t>(end_key < run.keys.end ? end_key : run.keys.end));
   const PanelMatrix matrix = cuda::panel_matrix(queries, kRows * kQueryBytes);
-  AskedKeys asked{};
-  WgmmaA keys[kSteps] = {};
-  reader.find_page(position);
-  reader.ask(position, asked);
-  reader.find_page(position + kKeys);
+  const auto stage_of = [&](int i) {
+    const int stage = i % Shape::kStages;
+    return Stage{shared.tiles[kWarpgroup][stage], shared.scales[kWarpgroup][stage],
+                 shared.is_held[kWarpgroup][stage]};
+  };
+  const auto fetch = [&](int i) {
+    reader.fetch(stage_of(i));
+    cuda::commit_copies();
+  };
+  for (int i = 0; i < Shape::kStages - 1; ++i) fetch(i);
+  // The keys of tile i are there, and all warps are done with tile i - 1.
+  const auto wait_for = [&] {
+    cuda::wait_copies<Shape::kStages - 2>();
+    cuda::shared_stores_before_wgmma();
+    sync_warpgroup(kWarpgroup);
+  };
+  int scored_key = key_of_thread() + 8 * (lane_of_four() / 2);
+  cuda::hold(scored_key);
   if constexpr (Shape::kSeries == 1) {
     WgmmaSums<64 * kRows> sums = {};
 #pragma unroll 1
-    for (int i = 0; i < tiles; ++i, position += kKeys) {
-      to_operands(asked, keys);
-      const uint32_t scale = asked.scale;
-      const bool is_held = asked.is_held;
-      multiply(keys, matrix, sums);
-      reader.ask(position + kKeys, asked);
-      reader.find_page(position + 2 * kKeys);
+    for (int i = 0; i < tiles; ++i) {
+      const Stage stage = stage_of(i);
+      wait_for();
+      multiply(cuda::panel_matrix(stage.codes, kTileBytes), matrix, sums);
+      fetch(i + Shape::kStages - 1);
+      const float scale = stage.scales[scored_key];
+      const bool is_held = reader.is_held(stage, scored_key);
       cuda::wgmma_wait<0>();
       cuda::wgmma_pin(sums);
-      cuda::wgmma_pin(keys);
-      finish<kRows>(sums, weights, scale, is_held, position, targets[0]);
+      finish<kRows>(sums, weights, scale, is_held, first_key + i * kKeys + scored_key, targets[0]);
     }
   } else {
     static_assert(Shape::kSeries == 2 && Shape::kSeriesRows == 2);
     WgmmaSums<128> first = {}, second = {};
-    // Those of the first rows in registers, as many as there are.
-    WeightsInRegisters first_weights;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) first_weights.x[i / 4][i % 4] = weights(i / 4, i % 4);
-    const WeightsInMemory second_weights{weights.first + 32};
+    const WeightsInRegisters first_weights(weights, 0), second_weights(weights, 2);
 #pragma unroll 1
-    for (int i = 0; i < tiles; ++i, position += kKeys) {
-      to_operands(asked, keys);
-      const uint32_t scale = asked.scale;
-      const bool is_held = asked.is_held;
+    for (int i = 0; i < tiles; ++i) {
+      const Stage stage = stage_of(i);
+      wait_for();
+      const PanelMatrix keys = cuda::panel_matrix(stage.codes, kTileBytes);
       multiply(keys, matrix, first);
       multiply(keys, matrix.advanced(2 * kQueryBytes), second);
-      reader.ask(position + kKeys, asked);
-      reader.find_page(position + 2 * kKeys);
+      fetch(i + Shape::kStages - 1);
+      const float scale = stage.scales[scored_key];
+      const bool is_held = reader.is_held(stage, scored_key);
+      const uint32_t scored = first_key + i * kKeys + scored_key;
       cuda::wgmma_wait<1>();
       cuda::wgmma_pin(first);
-      finish<2>(first, first_weights, scale, is_held, position, targets[0]);
+      finish<2>(first, first_weights, scale, is_held, scored, targets[0]);
       cuda::wgmma_wait<0>();
       cuda::wgmma_pin(second);
-      cuda::wgmma_pin(keys);
-      finish<2>(second, second_weights, scale, is_held, position, targets[1]);
+      finish<2>(second, second_weights, scale, is_held, scored, targets[1]);
     }
   }
+  cuda::wait_for_copies();  // of tiles past the last one: nothing was read
 }
 
-template <bool kPaged, bool kWide, class Shape>
+template <int kWarpgroup, bool kPaged, bool kWide, class Shape>
 __device__ __forceinline__ void score_share(const Params& params, SharedMemory<Shape>& shared) {
-  find_share<kPaged, Shape>(params, shared);
-  const int warpgroup = own_warpgroup<Shape>();
   while (true) {
-    const Share share = shared.shares[warpgroup];
+    const Share share = shared.shares[kWarpgroup];
     if (share.num_tiles == 0) return;
     const Run run = find_run<kPaged, Shape>(params, share.group, share.first);
     const int64_t tiles = run.num_tiles() - share.tile;
     const int64_t taken = tiles <= 0 ? 0 : tiles < share.num_tiles ? tiles : share.num_tiles;
-    sync_warpgroup<Shape>();  // all have read the share, and the queries
+    sync_warpgroup(kWarpgroup);  // all have read the share, and the queries
     if (threadIdx.x % kGroupThreads == 0) {
       const bool last = run.next >= rows_of(params, share.group);
-      shared.shares[warpgroup] = {share.group + (last ? 1 : 0), tiles < 0 ? -tiles : 0,
-                                  share.num_tiles - taken, last ? 0 : run.next};
+      shared.shares[kWarpgroup] = {share.group + (last ? 1 : 0), tiles < 0 ? -tiles : 0,
+                                   share.num_tiles - taken, last ? 0 : run.next};
     }
     if (taken > 0)
-      score_run<kPaged, kWide, Shape>(params, run, share.group, share.tile, taken, shared);
-    sync_warpgroup<Shape>();
+      score_run<kWarpgroup, kPaged, kWide, Shape>(params, run, share.group, share.tile, taken,
+                                                  shared);
+    sync_warpgroup(kWarpgroup);
   }
 }
 
@@ -529,7 +558,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
     score(const __grid_constant__ Params params) {
   FOVEA_SM90_BODY({
     extern __shared__ __align__(1024) uint8_t memory[];
-    score_share<kPaged, kWide>(params, *reinterpret_cast<SharedMemory<Shape>*>(memory));
+    auto& shared = *reinterpret_cast<SharedMemory<Shape>*>(memory);
+    find_share<kPaged, Shape>(params, shared);
+    if (Shape::kGroups == 1 || threadIdx.x < kGroupThreads) {
+      score_share<0, kPaged, kWide>(params, shared);
+    } else {
+      score_share<Shape::kGroups - 1, kPaged, kWide>(params, shared);
+    }
   })
 }
 

@@ -37,7 +37,7 @@ void index_logits_cuda_sm90(const IndexLogitsProblem& problem, const Device& dev
   if (rows == 0 || width == 0) return;
   // The number of rows of a block, and with it the kernel, changes no bit.
   const bool wide = problem.head_dim == kDim && index_rows::address_unit(problem, params) == 16 &&
-                    (!paged || params.page_shift >= 4);
+                    (paged ? params.page_shift >= 4 : params.k_fp8.stride[0] == kDim);
   if (!paged) {
     if (wide) return launch_score<false, true, Config<4, 2>>(params, 8, width, device, stream);
     return launch_score<false, false, Config<1, 1>>(params, 1, width, device, stream);

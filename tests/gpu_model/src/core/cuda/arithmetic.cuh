@@ -6,6 +6,8 @@
 namespace fovea::internal::cuda {
 
 inline float exp2_fast(float x) { return exp2f(x); }
+template <class T>
+void hold(T&) {}
 inline float relu(float x) { return x < 0 ? 0.0f : x; }
 
 }  // namespace fovea::internal::cuda

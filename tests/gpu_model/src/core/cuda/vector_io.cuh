@@ -15,15 +15,12 @@ float load_float(const uint8_t* from) {
 
 inline void prefetch_l2(const void*) {}
 
-template <bool kOnce>
-void load_ahead(uint4& to, const void* from) {
-  test::gpu::need_alignment(from, 16);
-  std::memcpy(&to, from, 16);
-}
 inline void load_ahead(uint32_t& to, const void* from) {
   test::gpu::need_alignment(from, 4);
   std::memcpy(&to, from, 4);
 }
+
+inline void store_global(float* to, float value) { *to = value; }
 
 inline bool is_aligned(const void* data, uintptr_t bytes) {
   return reinterpret_cast<uintptr_t>(data) % bytes == 0;

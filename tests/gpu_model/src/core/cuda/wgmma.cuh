@@ -58,9 +58,6 @@ inline void shared_stores_before_wgmma() {}
 template <int kN>
 void wgmma_pin(WgmmaSums<kN>&) {}
 
-template <int kCount>
-void wgmma_pin(WgmmaA (&)[kCount]) {}
-
 // Rows lane / 4 and + 8 of the warp's 16 rows of A.
 struct WgmmaRows {
   float x[2][16];
@@ -104,28 +101,16 @@ void wgmma(WgmmaSums<kN>& s, const WgmmaA& a, PanelMatrix b, int keep_sums) {
       [&s, rows, b, keep_sums] { multiply_rows<kSide>(s, rows, b, keep_sums != 0); });
 }
 
-// Codes: 32 columns of A a step; products in the order of the columns, in fp32. A's registers stay
-// as they are until the thread waits.
+// Codes: 32 columns of A a step; products in the order of the columns, in fp32.
 template <int kN>
-void wgmma_e4m3(WgmmaSums<kN>& s, const WgmmaA& a, PanelMatrix b, int keep_sums) {
-  const test::gpu::Exchange<WgmmaA> shown(a);
-  struct Rows {
-    float x[2][32];
-  } rows;
-  for (unsigned k = 0; k < 32; ++k) {
-    const WgmmaA from = shown.from(threadIdx.x % 32 / 4 * 4 + k % 16 / 4);
-    for (unsigned half = 0; half < 2; ++half)
-      rows.x[half][k] =
-          e4m3_to_float(static_cast<uint8_t>(from.x[half + 2 * (k / 16)] >> (8 * (k % 4))));
-  }
-  test::gpu::start_work([&s, &a, own = a, rows, b, keep_sums] {
-    if (std::memcmp(&a, &own, sizeof(a)) != 0)
-      throw std::logic_error("registers of A were written while a product read them");
+void wgmma_e4m3(WgmmaSums<kN>& s, PanelMatrix a, PanelMatrix b, int keep_sums) {
+  test::gpu::start_work([&s, a, b, keep_sums] {
+    const int row = static_cast<int>(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4);
     const int first = 2 * static_cast<int>(threadIdx.x % 4);
     for (int i = 0; i < kN / 2; ++i) {
       const int n = 8 * (i / 4) + first + i % 2;
       float sum = keep_sums != 0 ? s.x[i] : 0;
-      for (int k = 0; k < 32; ++k) sum += rows.x[i / 2 % 2][k] * b.code(n, k);
+      for (int k = 0; k < 32; ++k) sum += a.code(row + 8 * (i / 2 % 2), k) * b.code(n, k);
       s.x[i] = sum;
     }
   });
