@@ -34,6 +34,10 @@ void topk_select_cuda_portable(const TopkSelectProblem&, const Device&, const To
                                Workspace, Stream) {
   without_cuda("topk_select");
 }
+void topk_select_cuda_sm90(const TopkSelectProblem&, const Device&, const TopkSelectTensors&,
+                           Workspace, Stream) {
+  without_cuda("topk_select");
+}
 void index_quantize_cuda_portable(const IndexQuantizeProblem&, const Device&,
                                   const IndexQuantizeTensors&, Workspace, Stream) {
   without_cuda("index_quantize");

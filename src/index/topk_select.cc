@@ -13,6 +13,8 @@ namespace {
 constexpr char kOp[] = "topk_select";
 
 constexpr internal::Implementation<TopkSelectProblem, TopkSelectTensors> kImplementations[] = {
+    {"cuda_sm90", DeviceKind::kCuda, internal::cuda_sm90_available, nullptr,
+     internal::topk_select_cuda_workspace, nullptr, internal::topk_select_cuda_sm90},
     {"cuda_portable", DeviceKind::kCuda, internal::cuda_available, nullptr,
      internal::topk_select_cuda_workspace, nullptr, internal::topk_select_cuda_portable},
     {"cpu", DeviceKind::kCpu, nullptr, nullptr, internal::topk_select_cpu_workspace,

@@ -17,6 +17,9 @@ size_t topk_select_cuda_workspace(const TopkSelectProblem& problem, const Device
 void topk_select_cuda_portable(const TopkSelectProblem& problem, const Device& device,
                                const TopkSelectTensors& tensors, Workspace workspace,
                                Stream stream);
+/// Few rows, a cluster of blocks each; others as cuda_portable, whose workspace it takes.
+void topk_select_cuda_sm90(const TopkSelectProblem& problem, const Device& device,
+                           const TopkSelectTensors& tensors, Workspace workspace, Stream stream);
 
 /// The checks of TopkSelect::run(), for operators that select through its implementations.
 void check_topk_select_problem(const char* op, const TopkSelectProblem& problem);

@@ -64,9 +64,17 @@ inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t order) {
     bytes |= static_cast<uint32_t>(both >> (order >> (4 * i) & 7) * 8 & 0xFF) << (8 * i);
   return bytes;
 }
-inline int atomicAdd(int* at, int value) {
-  const int old = *at;
+inline int __clz(int bits) { return bits == 0 ? 32 : __builtin_clz(bits); }
+template <class T>
+T atomicAdd(T* at, T value) {
+  const T old = *at;
   *at += value;
+  return old;
+}
+template <class T>
+T atomicMax(T* at, T value) {
+  const T old = *at;
+  *at = std::max(old, value);
   return old;
 }
 using std::isnan;
@@ -88,8 +96,9 @@ T __shfl_up_sync(uint32_t, T value, unsigned steps) {
   const unsigned own = threadIdx.x % 32;
   return fovea::test::gpu::Exchange<T>(value).from(own < steps ? own : own - steps);
 }
-inline int __reduce_max_sync(uint32_t, int value) {
-  const fovea::test::gpu::Exchange<int> shown(value);
+template <class T>
+T __reduce_max_sync(uint32_t, T value) {
+  const fovea::test::gpu::Exchange<T> shown(value);
   for (unsigned i = 0; i < 32; ++i) value = std::max(value, shown.from(i));
   return value;
 }

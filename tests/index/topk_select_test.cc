@@ -166,6 +166,7 @@ TEST_P(TopkSelectTest, HostileRows) {
     for (const int64_t topk : {1, 16, 99}) check_hostile_rows(length, topk);
   }
   check_hostile_rows(9000, 100);
+  check_hostile_rows(50001, 700);  // several blocks of a GPU
 }
 
 TEST_P(FullTopkSelectTest, HostileRowsOfModelLengths) {

@@ -48,6 +48,20 @@ __device__ inline float4 load_from_cluster(const float4* own, uint32_t rank) {
                : "memory");
   return value;
 }
+__device__ inline uint2 load_from_cluster(const uint2* own, uint32_t rank) {
+  uint2 value;
+  asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];"
+               : "=r"(value.x), "=r"(value.y)
+               : "r"(cluster_address(own, rank))
+               : "memory");
+  return value;
+}
+
+/// Writes where block `rank` has `own`; seen behind a barrier of the cluster.
+__device__ inline void store_to_cluster(uint32_t* own, uint32_t rank, uint32_t value) {
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(cluster_address(own, rank)), "r"(value)
+               : "memory");
+}
 
 /// Clusters of more than 8 blocks, up to 16, which not every GPU of the generation promises.
 template <class Kernel>

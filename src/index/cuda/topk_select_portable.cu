@@ -3,9 +3,8 @@
 #include <limits>
 
 #include "src/core/cuda/launch.cuh"
-#include "src/core/cuda/scan.cuh"
-#include "src/core/cuda/vector_io.cuh"
 #include "src/core/workspace.h"
+#include "src/index/cuda/topk_cut.cuh"
 #include "src/index/topk_select_impl.h"
 #include "src/index/topk_select_transform.h"
 
@@ -22,15 +21,7 @@
 namespace fovea::internal {
 namespace {
 
-constexpr int kDigitBits = 11;
-constexpr int kBins = 1 << kDigitBits;
-constexpr uint32_t kMaxSample = 4096;
-// Candidates beyond K that there is room for. The threshold aims at 4.5 standard deviations of the
-// sample above K; up to 256K columns there is as much room again.
-constexpr int64_t kSlack = 4096;
-constexpr int64_t kMaxSampledTopk = 4096;
-constexpr int kGroups = 4;  // of four logits, of one thread at a time, so that loads overlap
-constexpr uint32_t kMinusInfinityKey = 0x007FFFFF;
+using namespace topk;
 
 /// Of one launch, in dynamic shared memory, in this order.
 struct ScratchSizes {
@@ -60,9 +51,7 @@ struct Scratch {
 };
 
 /// Fixed part of a block's shared memory.
-struct Shared {
-  uint32_t sums[cuda::kWarpThreads + 1];
-  uint32_t bin, need, entries;  // what find_cut hands round
+struct Shared : CutShared {
   uint32_t candidates;
   uint32_t largest_key;
   uint32_t better, equal;
@@ -78,195 +67,28 @@ struct Parts {
 };
 constexpr uint32_t kMaxParts = cuda::kWarpThreads;
 
-/// A window of logits in groups of four, of which the first starts at a multiple of 16 bytes at or
-/// before the window.
-struct Row {
-  const float* groups;
-  uint32_t before;  // elements of the first group that precede the window
-  uint32_t len;
-
-  __device__ Row(const float* logits, int64_t length)
-      : before(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(logits) / sizeof(float) % 4)),
-        len(static_cast<uint32_t>(length)) {
-    groups = logits - before;
-  }
-  __device__ uint32_t num_groups() const { return (before + len + 3) / 4; }
-  __device__ float at(uint32_t pos) const { return groups[uint64_t{before} + pos]; }
-  /// Asks for the 128 bytes from element `at`, counted from the first group, before they are used.
-  __device__ void prefetch(uint32_t at) const {
-    if (at >= before && at < before + len) cuda::prefetch_l2(groups + at);
-  }
-  /// Position of element i of group g; >= len also for what precedes the window.
-  __device__ uint32_t position(uint32_t g, int i) const {
-    return 4 * g + static_cast<uint32_t>(i) - before;
-  }
-  /// Groups g, g + step, ..., NaN in place of what is outside of the window, which is not read.
-  __device__ void load(uint32_t g, uint32_t step, float (&to)[kGroups][4]) const {
-    const float* const from = groups + uint64_t{g} * 4;
-    if (4 * g >= before && 4 * (g + (kGroups - 1) * step) + 4 <= before + len) {
-#pragma unroll
-      for (int j = 0; j < kGroups; ++j) {
-        const float4 all = *reinterpret_cast<const float4*>(from + j * step * 4);
-        to[j][0] = all.x, to[j][1] = all.y, to[j][2] = all.z, to[j][3] = all.w;
-      }
-      return;
-    }
-#pragma unroll
-    for (int j = 0; j < kGroups; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const bool inside = position(g + j * step, i) < len;
-        to[j][i] = inside ? from[j * step * 4 + i] : __uint_as_float(0x7FC00000);
-      }
-    }
-  }
-};
-
-/// Sums over the lanes before this one, and over all.
-struct WarpSum {
-  uint32_t before, total;
-  __device__ explicit WarpSum(uint32_t own) {
-    uint32_t upto = own;
-#pragma unroll
-    for (int step = 1; step < cuda::kWarpThreads; step *= 2) {
-      const uint32_t other = __shfl_up_sync(0xFFFFFFFF, upto, step);
-      if (static_cast<int>(threadIdx.x) % cuda::kWarpThreads >= step) upto += other;
-    }
-    before = upto - own;
-    total = __shfl_sync(0xFFFFFFFF, upto, cuda::kWarpThreads - 1);
-  }
-};
-
-/// Sum of `own` over the threads of the block before this one. Every thread calls it; shared.sums
-/// may be used again after the next barrier.
+/// The sample of a row, spread over the threads of a block.
 template <int kThreads>
-__device__ uint32_t block_before(uint32_t own, Shared& shared) {
-  constexpr int kWarps = kThreads / cuda::kWarpThreads;
-  const int lane = threadIdx.x % cuda::kWarpThreads;
-  const int warp = threadIdx.x / cuda::kWarpThreads;
-  const WarpSum in_warp(own);
-  if (lane == 0) shared.sums[warp] = in_warp.total;
-  __syncthreads();
-  const WarpSum warps(lane < kWarps ? shared.sums[lane] : 0);
-  return __shfl_sync(0xFFFFFFFF, warps.before, warp) + in_warp.before;
-}
-
-/// Keys have the order of the logits: NaN lowest, -0 equal to +0 (the sum makes it that).
-__device__ uint32_t key_of(float value) {
-  const uint32_t bits = __float_as_uint(value + 0.0f);
-  const uint32_t flip = static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u;
-  return value != value ? 0 : bits ^ flip;
-}
-
-/// The inverse, for the keys of numbers.
-__device__ float value_of(uint32_t key) {
-  return __uint_as_float((key & 0x80000000u) != 0 ? key ^ 0x80000000u : ~key);
-}
-
-/// The best are the values above [base, base + 2^bits) and `need` of the `entries` in it; 1 <= need
-/// <= entries.
-struct Cut {
-  uint32_t base;
-  int bits;
-  uint32_t need;
-  uint32_t entries;
-
-  __device__ bool whole() const { return need == entries; }
-};
-
-/// Narrows the range by up to `max_digits` digits, or until it is whole. each(f) calls f(value) for
-/// the values of this thread. Every thread of the block calls it.
-template <int kThreads, class Each>
-__device__ Cut find_cut(Cut cut, int max_digits, uint32_t* bins, Shared& shared, Each each) {
-  constexpr int kPerThread = kBins / kThreads;
-  for (int digit = 0; digit < max_digits && cut.bits > 0 && !cut.whole(); ++digit) {
-    const int shift = cut.bits > kDigitBits ? cut.bits - kDigitBits : 0;
-    each([&](uint32_t value) {
-      const uint32_t above = value - cut.base;
-      if (value >= cut.base && above >> (cut.bits - 1) <= 1) atomicAdd(&bins[above >> shift], 1u);
-    });
-    __syncthreads();
-    const int top = kBins - 1 - static_cast<int>(threadIdx.x) * kPerThread;
-    uint32_t counts[kPerThread];
-    uint32_t own = 0;
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      counts[i] = bins[top - i];
-      bins[top - i] = 0;
-      own += counts[i];
-    }
-    uint32_t before = block_before<kThreads>(own, shared);
-    if (before < cut.need && cut.need <= before + own) {
-#pragma unroll
-      for (int i = 0; i < kPerThread; ++i) {
-        if (before < cut.need && cut.need <= before + counts[i]) {
-          shared.bin = static_cast<uint32_t>(top - i);
-          shared.need = cut.need - before;
-          shared.entries = counts[i];
-        }
-        before += counts[i];
-      }
-    }
-    __syncthreads();
-    cut.base += shared.bin << shift;
-    cut.bits = shift;
-    cut.need = shared.need;
-    cut.entries = shared.entries;
-  }
-  return cut;
-}
-
-__device__ int bits_of(uint32_t value) { return 32 - __clz(static_cast<int>(value)); }
-
-/// A sample of a row longer than it. Its `rank` best end where a few more than K entries of the row
-/// are expected to.
-template <int kThreads>
-struct Sample {
+struct Sample : SampleShape {
   static constexpr int kPerThread = kMaxSample / kThreads;
   uint32_t keys[kPerThread];
-  uint32_t size;
-  uint32_t rank;
 
-  // One entry from each of `size` equal parts, at a place in its part that no period of the row
-  // follows. Each costs a memory access of its own: no more than the room for candidates asks for.
-  __device__ Sample(const Row& row, uint32_t topk) {
-    const int size_bits = row.len <= 1 << 16 ? 10 : row.len <= 1 << 17 ? 11 : 12;
-    size = 1u << size_bits;
+  __device__ Sample(const Row& row, uint32_t topk) : SampleShape(row.len, topk) {
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       const uint32_t part = threadIdx.x + static_cast<uint32_t>(i) * kThreads;
       if (part >= size) break;
-      uint32_t mixed = part * 0x9E3779B1u;
-      mixed = (mixed ^ mixed >> 15) * 0x85EBCA77u;
-      const uint64_t place = uint64_t{part} << 16 | mixed >> 16;
-      keys[i] = key_of(row.at(static_cast<uint32_t>(place * row.len >> (16 + size_bits))));
+      keys[i] = key_of(row.at(position(part, row.len)));
     }
-    const float share = static_cast<float>(size) / static_cast<float>(row.len);
-    const float expected = static_cast<float>(topk) * share;
-    // Half of the slack at most: as many entries more than expected have room.
-    const float most = static_cast<float>(topk + static_cast<uint32_t>(kSlack / 2)) * share;
-    const float aim = fminf(expected + 4.5f * sqrtf(expected) + 4.0f, most);
-    rank = min(max(static_cast<uint32_t>(aim), 1u), size);
   }
 
-  /// All of it.
-  __device__ Cut cut() const { return {0, 32, rank, size}; }
-
   __device__ Cut narrow(const Cut& cut, int digits, uint32_t* bins, Shared& shared) const {
-    return find_cut<kThreads>(cut, digits, bins, shared, [&](auto use) {
+    return find_cut<kThreads>(cut, digits, BlockBins{bins}, shared, [&](auto use) {
 #pragma unroll
       for (int i = 0; i < kPerThread; ++i) {
         if (threadIdx.x + static_cast<uint32_t>(i) * kThreads < size) use(keys[i]);
       }
     });
-  }
-
-  /// The lowest number in or above a cut; 0 where NaN is in it or the row is likely to have more
-  /// than `capacity` entries that reach it.
-  __device__ uint32_t threshold(const Cut& cut, const Row& row, uint32_t capacity) const {
-    const uint64_t reaching = rank - cut.need + cut.entries;
-    if (cut.base == 0 || reaching * row.len > uint64_t{capacity} * size) return 0;
-    return max(cut.base, kMinusInfinityKey);  // what lies between NaN and -infinity is no number
   }
 };
 
@@ -361,7 +183,7 @@ __device__ void select_candidates(uint32_t count, uint32_t least_key, uint32_t l
     for (uint32_t i = threadIdx.x; i < count; i += kThreads) use(scratch.keys[i]);
   };
   const Cut cut = find_cut<kThreads>({least_key, bits_of(largest_key - least_key), topk, count}, 3,
-                                     scratch.bins, shared, each_candidate);
+                                     BlockBins{scratch.bins}, shared, each_candidate);
   // Of equal keys the lower positions are the better ones.
   uint32_t least_place = 0;
   if (!cut.whole()) {
@@ -371,7 +193,7 @@ __device__ void select_candidates(uint32_t count, uint32_t least_key, uint32_t l
       }
     };
     least_place = find_cut<kThreads>({0, bits_of(row.len - 1), cut.need, cut.entries}, 3,
-                                     scratch.bins, shared, each_place)
+                                     BlockBins{scratch.bins}, shared, each_place)
                       .base;
   }
   for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
@@ -446,7 +268,7 @@ __device__ bool select_sampled(const Row& row, uint32_t topk, const ScratchSizes
       const Sample<kThreads> sample(row, topk);
       row.prefetch(threadIdx.x * 32);
       Cut reaching = sample.narrow(sample.cut(), 2, scratch.bins, shared);
-      threshold = sample.threshold(reaching, row, sizes.capacity);
+      threshold = sample.threshold(reaching, row.len, sizes.capacity);
       if (threshold == 0) {
         reaching = sample.narrow(reaching, 1, scratch.bins, shared);
         if (reaching.bits == 0) try_plateau<kThreads>(row, reaching.base, topk, cut, shared);
@@ -469,20 +291,11 @@ __device__ bool select_sampled(const Row& row, uint32_t topk, const ScratchSizes
   return true;
 }
 
-/// Counts per group of a 16-bit mask over kGroups groups, a byte each.
-__device__ uint32_t group_counts(uint32_t mask) {
-  const uint32_t pairs = mask - (mask >> 1 & 0x5555);
-  const uint32_t groups = (pairs & 0x3333) + (pairs >> 2 & 0x3333);
-  return (groups & 0xF) | (groups & 0xF0) << 4 | (groups & 0xF00) << 8 | (groups & 0xF000) << 12;
-}
-
 /// Calls emit(rank, position) for the K best entries of any row, given where they end: what is
 /// above the range, and the first `need` in it, which is one key or whole.
 template <int kThreads, class Emit>
 __device__ void emit_in_order(const Row& row, const Cut& cut, uint32_t topk, Shared& shared,
                               Emit emit) {
-  static_assert(kGroups == 4);
-  constexpr int kWarps = kThreads / cuda::kWarpThreads;
   const uint32_t num_groups = row.num_groups();
   const uint32_t lane = threadIdx.x % cuda::kWarpThreads;
   const uint32_t warp = threadIdx.x / cuda::kWarpThreads;
@@ -503,38 +316,12 @@ __device__ void emit_in_order(const Row& row, const Cut& cut, uint32_t topk, Sha
         if (inside && key == cut.base) ties |= 1u << (4 * j + i);
       }
     }
-    const WarpSum better_sums(group_counts(better)), ties_sums(group_counts(ties));
-    // Both counts of a block's step fit into 16 bits; those of a warp's four steps do not fit into
-    // a byte.
-    const auto total_of = [](uint32_t bytes) {
-      return (bytes & 0xFF) + (bytes >> 8 & 0xFF) + (bytes >> 16 & 0xFF) + (bytes >> 24);
-    };
-    __syncthreads();  // the sums of the last step were read
-    if (lane == 0) {
-      shared.sums[warp] = total_of(better_sums.total) | total_of(ties_sums.total) << 16;
-    }
-    __syncthreads();
-    const WarpSum warps(lane < kWarps ? shared.sums[lane] : 0);
-    const uint32_t before_warp = __shfl_sync(0xFFFFFFFF, warps.before, static_cast<int>(warp));
-    uint32_t better_rank = better_before + (before_warp & 0xFFFF);
-    uint32_t tie_rank = ties_before + (before_warp >> 16);
-#pragma unroll
-    for (int j = 0; j < kGroups; ++j) {
-      uint32_t b = better_rank + (better_sums.before >> (8 * j) & 0xFF);
-      uint32_t tie = tie_rank + (ties_sums.before >> (8 * j) & 0xFF);
-      for (uint32_t left = (better | ties) >> (4 * j) & 0xF; left != 0; left &= left - 1) {
-        const int i = __ffs(static_cast<int>(left)) - 1;
-        const bool is_tie = (ties >> (4 * j + i) & 1) != 0;
-        if (!is_tie || tie < cut.need) {
-          emit(b + min(tie, cut.need), row.position(g + j * cuda::kWarpThreads, i));
-        }
-        ++(is_tie ? tie : b);
-      }
-      better_rank += better_sums.total >> (8 * j) & 0xFF;
-      tie_rank += ties_sums.total >> (8 * j) & 0xFF;
-    }
-    better_before += warps.total & 0xFFFF;
-    ties_before += warps.total >> 16;
+    const StepRanks ranks = StepRanks::of<kThreads>(better, ties, shared);
+    ranks.emit(better_before, ties_before, cut.need, [&](uint32_t rank, int j, int i) {
+      emit(rank, row.position(g + j * cuda::kWarpThreads, i));
+    });
+    better_before += ranks.better_total;
+    ties_before += ranks.ties_total;
     if (better_before + min(ties_before, cut.need) >= topk) return;
   }
 }
@@ -559,7 +346,7 @@ __global__ void __launch_bounds__(kThreads)
     row.prefetch(blockIdx.x % parts.count * (4 * kGroups * kThreads) +
                  threadIdx.x % (kGroups * kThreads / 8) * 32);
     const Cut reaching = sample.narrow(sample.cut(), 2, bins, shared);
-    threshold = sample.threshold(reaching, row, sizes.capacity);
+    threshold = sample.threshold(reaching, row.len, sizes.capacity);
   }
   uint32_t entries = 0;
   if (threshold != 0) {
@@ -599,10 +386,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       }
     } else {
       const auto each = [&](auto use) { each_key<kThreads>(row, use); };
-      cut = find_cut<kThreads>(cut, 3, scratch.bins, shared, each);
-      // Of a whole range of several keys all are better than the key below it.
-      if (cut.bits > 0) cut = {cut.base - 1, 0, 0, 0};
-      emit_in_order<kThreads>(row, cut, topk, shared, [&](uint32_t rank, uint32_t pos) {
+      cut = find_cut<kThreads>(cut, 3, BlockBins{scratch.bins}, shared, each);
+      emit_in_order<kThreads>(row, cut.at_key(), topk, shared, [&](uint32_t rank, uint32_t pos) {
         out[rank] = rows.index(t, static_cast<int32_t>(pos));
       });
     }

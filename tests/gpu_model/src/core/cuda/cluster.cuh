@@ -15,6 +15,9 @@ T load_from_cluster(const T* own, uint32_t rank) {
   std::memcpy(&value, test::gpu::of_cluster(own, rank), sizeof(T));
   return value;
 }
+inline void store_to_cluster(uint32_t* own, uint32_t rank, uint32_t value) {
+  std::memcpy(const_cast<void*>(test::gpu::of_cluster(own, rank)), &value, sizeof(value));
+}
 template <class Kernel>
 void allow_large_clusters(Kernel*) {}
 

@@ -1,0 +1,336 @@
+#pragma once
+
+#include <cstdint>
+
+#include "src/core/access.h"
+#include "src/core/cuda/scan.cuh"
+#include "src/core/cuda/vector_io.cuh"
+
+/// The steps of selecting the K best of a row, for kernels of which one block or a cluster has a
+/// row: its values in groups, their keys, where the best end, and the ranks of those in order.
+namespace fovea::internal::topk {
+
+inline constexpr int kDigitBits = 11;
+inline constexpr int kBins = 1 << kDigitBits;
+inline constexpr uint32_t kMaxSample = 4096;
+// Candidates beyond K that there is room for. The threshold aims at 4.5 standard deviations of the
+// sample above K; up to 256K columns there is as much room again.
+inline constexpr int64_t kSlack = 4096;
+inline constexpr int64_t kMaxSampledTopk = 4096;
+// Of four logits, of one thread at a time, so that loads overlap.
+inline constexpr int kGroups = 4;
+inline constexpr uint32_t kMinusInfinityKey = 0x007FFFFF;
+
+/// What the steps need of a block's shared memory.
+struct CutShared {
+  uint32_t sums[cuda::kWarpThreads + 1];
+  uint32_t bin, need, entries;  // what find_cut hands round
+};
+
+/// A window of logits in groups of four, of which the first starts at a multiple of 16 bytes at or
+/// before the window.
+struct Row {
+  const float* groups;
+  uint32_t before;  // elements of the first group that precede the window
+  uint32_t len;
+
+  __device__ Row(const float* logits, int64_t length)
+      : before(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(logits) / sizeof(float) % 4)),
+        len(static_cast<uint32_t>(length)) {
+    groups = logits - before;
+  }
+  __device__ uint32_t num_groups() const { return (before + len + 3) / 4; }
+  __device__ float at(uint32_t pos) const { return groups[uint64_t{before} + pos]; }
+  /// Asks for the 128 bytes from element `at`, counted from the first group, before they are used.
+  __device__ void prefetch(uint32_t at) const {
+    if (at >= before && at < before + len) cuda::prefetch_l2(groups + at);
+  }
+  /// Position of element i of group g; >= len also for what precedes the window.
+  __device__ uint32_t position(uint32_t g, int i) const {
+    return 4 * g + static_cast<uint32_t>(i) - before;
+  }
+  /// Groups g, g + step, ..., NaN in place of what is outside of the window, which is not read.
+  __device__ void load(uint32_t g, uint32_t step, float (&to)[kGroups][4]) const {
+    const float* const from = groups + uint64_t{g} * 4;
+    if (4 * g >= before && 4 * (g + (kGroups - 1) * step) + 4 <= before + len) {
+#pragma unroll
+      for (int j = 0; j < kGroups; ++j) {
+        const float4 all = *reinterpret_cast<const float4*>(from + j * step * 4);
+        to[j][0] = all.x, to[j][1] = all.y, to[j][2] = all.z, to[j][3] = all.w;
+      }
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const bool inside = position(g + j * step, i) < len;
+        to[j][i] = inside ? from[j * step * 4 + i] : __uint_as_float(0x7FC00000);
+      }
+    }
+  }
+};
+
+/// Sums over the lanes before this one, and over all.
+struct WarpSum {
+  uint32_t before, total;
+  __device__ explicit WarpSum(uint32_t own) {
+    uint32_t upto = own;
+#pragma unroll
+    for (int step = 1; step < cuda::kWarpThreads; step *= 2) {
+      const uint32_t other = __shfl_up_sync(0xFFFFFFFF, upto, step);
+      if (static_cast<int>(threadIdx.x) % cuda::kWarpThreads >= step) upto += other;
+    }
+    before = upto - own;
+    total = __shfl_sync(0xFFFFFFFF, upto, cuda::kWarpThreads - 1);
+  }
+};
+
+/// Sum of `own` over the threads of the block before this one. Every thread calls it; shared.sums
+/// may be used again after the next barrier.
+template <int kThreads>
+__device__ uint32_t block_before(uint32_t own, CutShared& shared) {
+  constexpr int kWarps = kThreads / cuda::kWarpThreads;
+  const int lane = threadIdx.x % cuda::kWarpThreads;
+  const int warp = threadIdx.x / cuda::kWarpThreads;
+  const WarpSum in_warp(own);
+  if (lane == 0) shared.sums[warp] = in_warp.total;
+  __syncthreads();
+  const WarpSum warps(lane < kWarps ? shared.sums[lane] : 0);
+  return __shfl_sync(0xFFFFFFFF, warps.before, warp) + in_warp.before;
+}
+
+/// Keys have the order of the logits: NaN lowest, -0 equal to +0 (the sum makes it that).
+__device__ inline uint32_t key_of(float value) {
+  const uint32_t bits = __float_as_uint(value + 0.0f);
+  const uint32_t flip = static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u;
+  return value != value ? 0 : bits ^ flip;
+}
+
+/// The inverse, for the keys of numbers.
+__device__ inline float value_of(uint32_t key) {
+  return __uint_as_float((key & 0x80000000u) != 0 ? key ^ 0x80000000u : ~key);
+}
+
+__device__ inline int bits_of(uint32_t value) { return 32 - __clz(static_cast<int>(value)); }
+
+/// The best are the values above [base, base + 2^bits) and `need` of the `entries` in it; 1 <= need
+/// <= entries.
+struct Cut {
+  uint32_t base;
+  int bits;
+  uint32_t need;
+  uint32_t entries;
+
+  __device__ bool whole() const { return need == entries; }
+  /// The same with bits = 0: of a whole range of several keys all are better than the key below it.
+  __device__ Cut at_key() const { return bits > 0 ? Cut{base - 1, 0, 0, 0} : *this; }
+};
+
+/// The histogram of one block: kBins counters in shared memory, zero between uses.
+struct BlockBins {
+  uint32_t* bins;
+
+  __device__ void add(uint32_t bin) { atomicAdd(&bins[bin], 1u); }
+  /// Every thread, behind its last add().
+  __device__ void finish() { __syncthreads(); }
+  /// Bins `top` and below, and zeroes them.
+  template <int kCount>
+  __device__ void take(int top, uint32_t (&counts)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      counts[i] = bins[top - i];
+      bins[top - i] = 0;
+    }
+  }
+};
+
+/// Narrows the range by up to `max_digits` digits, or until it is whole. each(f) calls f(value) for
+/// the values of this thread. Every thread of the block calls it.
+template <int kThreads, class Bins, class Each>
+__device__ Cut find_cut(Cut cut, int max_digits, Bins bins, CutShared& shared, Each each) {
+  constexpr int kPerThread = kBins / kThreads;
+  for (int digit = 0; digit < max_digits && cut.bits > 0 && !cut.whole(); ++digit) {
+    const int shift = cut.bits > kDigitBits ? cut.bits - kDigitBits : 0;
+    each([&](uint32_t value) {
+      const uint32_t above = value - cut.base;
+      if (value >= cut.base && above >> (cut.bits - 1) <= 1) bins.add(above >> shift);
+    });
+    bins.finish();
+    const int top = kBins - 1 - static_cast<int>(threadIdx.x) * kPerThread;
+    uint32_t counts[kPerThread];
+    bins.take(top, counts);
+    uint32_t own = 0;
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) own += counts[i];
+    uint32_t before = block_before<kThreads>(own, shared);
+    if (before < cut.need && cut.need <= before + own) {
+#pragma unroll
+      for (int i = 0; i < kPerThread; ++i) {
+        if (before < cut.need && cut.need <= before + counts[i]) {
+          shared.bin = static_cast<uint32_t>(top - i);
+          shared.need = cut.need - before;
+          shared.entries = counts[i];
+        }
+        before += counts[i];
+      }
+    }
+    __syncthreads();
+    cut.base += shared.bin << shift;
+    cut.bits = shift;
+    cut.need = shared.need;
+    cut.entries = shared.entries;
+  }
+  return cut;
+}
+
+/// A sample of a row longer than it: one entry from each of `size` equal parts. Its `rank` best end
+/// where a few more than K entries of the row are expected to.
+struct SampleShape {
+  int size_bits;
+  uint32_t size;
+  uint32_t rank;
+
+  // Each entry costs a memory access of its own: no more than the room for candidates asks for.
+  __device__ SampleShape(uint32_t len, uint32_t topk)
+      : size_bits(len <= 1 << 16   ? 10
+                  : len <= 1 << 17 ? 11
+                                   : 12),
+        size(1u << size_bits) {
+    const float share = static_cast<float>(size) / static_cast<float>(len);
+    const float expected = static_cast<float>(topk) * share;
+    // Half of the slack at most: as many entries more than expected have room.
+    const float most = static_cast<float>(topk + static_cast<uint32_t>(kSlack / 2)) * share;
+    const float aim = fminf(expected + 4.5f * sqrtf(expected) + 4.0f, most);
+    rank = min(max(static_cast<uint32_t>(aim), 1u), size);
+  }
+
+  /// The position taken from a part: at a place in it that no period of the row follows.
+  __device__ uint32_t position(uint32_t part, uint32_t len) const {
+    uint32_t mixed = part * 0x9E3779B1u;
+    mixed = (mixed ^ mixed >> 15) * 0x85EBCA77u;
+    const uint64_t place = uint64_t{part} << 16 | mixed >> 16;
+    return static_cast<uint32_t>(place * len >> (16 + size_bits));
+  }
+
+  /// All of it.
+  __device__ Cut cut() const { return {0, 32, rank, size}; }
+
+  /// The lowest number in or above a cut; 0 where NaN is in it or the row is likely to have more
+  /// than `capacity` entries that reach it.
+  __device__ uint32_t threshold(const Cut& cut, uint32_t len, uint32_t capacity) const {
+    const uint64_t reaching = rank - cut.need + cut.entries;
+    if (cut.base == 0 || reaching * len > uint64_t{capacity} * size) return 0;
+    return max(cut.base, kMinusInfinityKey);  // what lies between NaN and -infinity is no number
+  }
+};
+
+/// Counts per group of a 16-bit mask over kGroups groups, a byte each.
+__device__ inline uint32_t group_counts(uint32_t mask) {
+  static_assert(kGroups == 4);
+  const uint32_t pairs = mask - (mask >> 1 & 0x5555);
+  const uint32_t groups = (pairs & 0x3333) + (pairs >> 2 & 0x3333);
+  return (groups & 0xF) | (groups & 0xF0) << 4 | (groups & 0xF00) << 8 | (groups & 0xF000) << 12;
+}
+
+/// Their sum, which a byte may not hold.
+__device__ inline uint32_t byte_sum(uint32_t bytes) {
+  return (bytes & 0xFF) + (bytes >> 8 & 0xFF) + (bytes >> 16 & 0xFF) + (bytes >> 24);
+}
+
+/// The ranks of marked entries over a block whose threads hold kGroups groups each, in the order
+/// of warp, group, lane, entry: bit 4 * group + entry of the mask.
+struct MarkRanks {
+  uint32_t marks;
+  WarpSum sums;     // a byte for each group
+  uint32_t before;  // this warp
+  uint32_t total;   // of the block
+
+  /// Every thread of the block calls it.
+  template <int kThreads>
+  __device__ static MarkRanks of(uint32_t marks, CutShared& shared) {
+    constexpr int kWarps = kThreads / cuda::kWarpThreads;
+    const uint32_t lane = threadIdx.x % cuda::kWarpThreads;
+    const uint32_t warp = threadIdx.x / cuda::kWarpThreads;
+    MarkRanks ranks{marks, WarpSum(group_counts(marks)), 0, 0};
+    __syncthreads();  // the sums of the step before were read
+    if (lane == 0) shared.sums[warp] = byte_sum(ranks.sums.total);
+    __syncthreads();
+    const WarpSum warps(lane < kWarps ? shared.sums[lane] : 0);
+    ranks.before = __shfl_sync(0xFFFFFFFF, warps.before, static_cast<int>(warp));
+    ranks.total = warps.total;
+    return ranks;
+  }
+
+  /// Calls emit(rank, group, entry) for the marked entries, with `first` of them before the block.
+  template <class Emit>
+  __device__ void emit(uint32_t first, Emit emit) const {
+    // Of the warp's entries in the groups before each one, 16 bits each.
+    const uint32_t one = sums.total & 0xFF, two = one + (sums.total >> 8 & 0xFF);
+    const uint64_t groups_before =
+        uint64_t{one} << 16 | uint64_t{two} << 32 | uint64_t{two + (sums.total >> 16 & 0xFF)} << 48;
+    for (uint32_t left = marks; left != 0; left &= left - 1) {
+      const int bit = __ffs(static_cast<int>(left)) - 1;
+      const int group = bit / 4;
+      const uint32_t own = marks & ((1u << bit) - 1) & 0xFu << (4 * group);
+      const auto in_groups = static_cast<uint32_t>(groups_before >> (16 * group)) & 0xFFFF;
+      emit(first + before + in_groups + (sums.before >> (8 * group) & 0xFF) +
+               static_cast<uint32_t>(__popc(own)),
+           group, bit % 4);
+    }
+  }
+};
+
+/// The same of two masks, of better entries and of ties.
+struct StepRanks {
+  uint32_t better, ties;
+  WarpSum better_sums, ties_sums;       // a byte for each group
+  uint32_t better_before, ties_before;  // this warp
+  uint32_t better_total, ties_total;    // of the block
+
+  /// Every thread of the block calls it.
+  template <int kThreads>
+  __device__ static StepRanks of(uint32_t better, uint32_t ties, CutShared& shared) {
+    constexpr int kWarps = kThreads / cuda::kWarpThreads;
+    const uint32_t lane = threadIdx.x % cuda::kWarpThreads;
+    const uint32_t warp = threadIdx.x / cuda::kWarpThreads;
+    StepRanks ranks{better, ties, WarpSum(group_counts(better)), WarpSum(group_counts(ties)), 0, 0,
+                    0,      0};
+    __syncthreads();  // the sums of the step before were read
+    if (lane == 0) {
+      // Both counts of a block fit into 16 bits.
+      shared.sums[warp] = byte_sum(ranks.better_sums.total) | byte_sum(ranks.ties_sums.total) << 16;
+    }
+    __syncthreads();
+    const WarpSum warps(lane < kWarps ? shared.sums[lane] : 0);
+    const uint32_t before = __shfl_sync(0xFFFFFFFF, warps.before, static_cast<int>(warp));
+    ranks.better_before = before & 0xFFFF;
+    ranks.ties_before = before >> 16;
+    ranks.better_total = warps.total & 0xFFFF;
+    ranks.ties_total = warps.total >> 16;
+    return ranks;
+  }
+
+  /// Calls emit(rank, group, entry) for the better entries and the first `need` of the ties, with
+  /// `better_first` and `ties_first` of them before the block.
+  template <class Emit>
+  __device__ void emit(uint32_t better_first, uint32_t ties_first, uint32_t need, Emit emit) const {
+    uint32_t better_rank = better_first + better_before;
+    uint32_t tie_rank = ties_first + ties_before;
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j) {
+      uint32_t b = better_rank + (better_sums.before >> (8 * j) & 0xFF);
+      uint32_t tie = tie_rank + (ties_sums.before >> (8 * j) & 0xFF);
+      for (uint32_t left = (better | ties) >> (4 * j) & 0xF; left != 0; left &= left - 1) {
+        const int i = __ffs(static_cast<int>(left)) - 1;
+        const bool is_tie = (ties >> (4 * j + i) & 1) != 0;
+        if (!is_tie || tie < need) emit(b + min(tie, need), j, i);
+        ++(is_tie ? tie : b);
+      }
+      better_rank += better_sums.total >> (8 * j) & 0xFF;
+      tie_rank += ties_sums.total >> (8 * j) & 0xFF;
+    }
+  }
+};
+
+}  // namespace fovea::internal::topk
