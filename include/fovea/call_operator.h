@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -103,14 +104,45 @@ struct CallOutcome {
   std::vector<std::string> notes;  ///< Tensors that were given and are not used.
 };
 
+namespace internal {
+struct RecordedCall;
+}
+
+/// What a call leaves behind for later ones that differ in the addresses and contents of their
+/// tensors only: its plan and everything that was worked out from names and parameters. Filled by
+/// call_operator(). Thread-safe once it is filled.
+class FOVEA_API CallRecord {
+ public:
+  CallRecord();
+  ~CallRecord();
+  CallRecord(const CallRecord&) = delete;
+  CallRecord& operator=(const CallRecord&) = delete;
+
+  /// False before a call has filled it, and after one that read shapes of results from contents.
+  bool is_repeatable() const noexcept;
+
+  /// The call again on `tensors`, whose inputs, given and wanted results have the names, types,
+  /// shapes, strides and device of the recorded call, which the caller has made sure of; needs
+  /// is_repeatable(). Throws Error as OperatorPlan::run() does, before anything is written.
+  const CallOutcome& repeat(CallTensors& tensors) const;
+
+ private:
+  friend CallOutcome call_operator(std::string_view op, CallTensors& tensors, const Json& params,
+                                   const Device& device, const Options& options,
+                                   CallRecord* record);
+  std::unique_ptr<const internal::RecordedCall> call_;
+};
+
 /// Plans and runs one operator on tensors by name; `params` is a JSON object with the parameters of
 /// its row in docs/run.md.
 ///
 /// Throws Error(kInvalidArgument) for an operator that does not exist, a tensor or parameter that
 /// is missing, unknown or does not fit, Error(kUnsupported) and Error(kOutOfMemory) as plan() of
 /// the operator does; always before anything is written. Thread-safe for distinct `tensors`.
+/// `record`, unless null, is filled by a call that succeeds.
 FOVEA_API CallOutcome call_operator(std::string_view op, CallTensors& tensors, const Json& params,
-                                    const Device& device, const Options& options = {});
+                                    const Device& device, const Options& options = {},
+                                    CallRecord* record = nullptr);
 
 /// The operators that call_operator() knows, sorted.
 FOVEA_API std::vector<std::string> callable_operators();

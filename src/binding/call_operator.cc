@@ -1,6 +1,8 @@
 #include "fovea/call_operator.h"
 
 #include <algorithm>
+#include <memory>
+#include <utility>
 
 #include "fovea/error.h"
 #include "src/binding/bindings.h"
@@ -67,16 +69,35 @@ std::vector<std::string> callable_operators() {
   return names;
 }
 
+CallRecord::CallRecord() = default;
+CallRecord::~CallRecord() = default;
+
+bool CallRecord::is_repeatable() const noexcept { return call_ != nullptr && call_->repeatable; }
+
+const CallOutcome& CallRecord::repeat(CallTensors& tensors) const {
+  internal::NamedCall call(*call_, tensors);
+  call_->run(call);
+  return call_->outcome;
+}
+
 CallOutcome call_operator(std::string_view op, CallTensors& tensors, const Json& params,
-                          const Device& device, const Options& options) {
+                          const Device& device, const Options& options, CallRecord* record) {
   const auto binding = std::find_if(bindings().begin(), bindings().end(),
                                     [&](const Binding& entry) { return entry.op == op; });
   if (binding == bindings().end()) {
     throw Error(ErrorCode::kInvalidArgument, "there is no operator '" + std::string(op) + "'");
   }
-  internal::NamedCall call(std::string(op), tensors, params, device, options);
+  std::unique_ptr<internal::RecordedCall> recorded;
+  if (record != nullptr) recorded = std::make_unique<internal::RecordedCall>();
+  internal::NamedCall call(std::string(op), tensors, params, device, options, recorded.get());
   binding->run(call);
-  return std::move(call).outcome();
+  CallOutcome outcome = std::move(call).outcome();
+  if (record != nullptr) {
+    recorded->run = binding->run;
+    recorded->outcome = outcome;
+    record->call_ = std::move(recorded);
+  }
+  return outcome;
 }
 
 }  // namespace fovea

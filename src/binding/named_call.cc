@@ -86,13 +86,21 @@ std::string NameSet::list() const {
 }
 
 NamedCall::NamedCall(std::string op, CallTensors& tensors, const Json& params, const Device& device,
-                     const Options& options)
-    : op_(std::move(op)), tensors_(tensors), params_(params), device_(device), options_(options) {
-  if (params_.kind() != Json::Kind::kObject) {
-    refuse("params is of type " + std::string(to_string(params_.kind())) +
+                     const Options& options, RecordedCall* record)
+    : op_(std::move(op)),
+      tensors_(tensors),
+      params_(&params),
+      device_(device),
+      options_(options),
+      record_(record) {
+  if (params_->kind() != Json::Kind::kObject) {
+    refuse("params is of type " + std::string(to_string(params_->kind())) +
            ", expected a JSON object");
   }
 }
+
+NamedCall::NamedCall(const RecordedCall& repeats, CallTensors& tensors)
+    : tensors_(tensors), params_(nullptr), repeats_(&repeats) {}
 
 void NamedCall::refuse(const std::string& what) const {
   throw Error(ErrorCode::kInvalidArgument, op_ + ": " + what);
@@ -135,17 +143,47 @@ void NamedCall::expect(const std::string& name, std::string_view declaration) {
   match(name, tensor, declaration);
 }
 
-ConstTensorView NamedCall::in(const std::string& name, std::string_view declaration) {
-  expect(name, declaration);
-  return tensors_.input(name);
+ConstTensorView NamedCall::in(std::string_view name, std::string_view declaration) {
+  if (const RecordedStep* step = repeated(name)) return tensors_.input(step->name);
+  const std::string key(name);
+  expect(key, declaration);
+  remember(name, [](RecordedStep&) {});
+  return tensors_.input(key);
 }
 
-ConstTensorView NamedCall::opt(const std::string& name, std::string_view declaration) {
-  known_tensors_.insert(name);
-  const ConstTensorView tensor = tensors_.find(name);
+ConstTensorView NamedCall::opt(std::string_view name, std::string_view declaration) {
+  if (const RecordedStep* step = repeated(name)) {
+    return step->is_there ? tensors_.input(step->name) : ConstTensorView{};
+  }
+  const std::string key(name);
+  known_tensors_.insert(key);
+  const ConstTensorView tensor = tensors_.find(key);
+  remember(name, [&](RecordedStep& step) { step.is_there = tensor.defined(); });
   if (!tensor.defined()) return {};
-  match(name, tensor, declaration);
-  return tensors_.input(name);
+  match(key, tensor, declaration);
+  return tensors_.input(key);
+}
+
+const int32_t* NamedCall::values(std::string_view name) {
+  if (record_ != nullptr) record_->repeatable = false;
+  return tensors_.values(std::string(name));
+}
+
+bool NamedCall::is_given(std::string_view name) {
+  return answer(name, [&] { return tensors_.given_output(std::string(name)).defined(); }) != 0;
+}
+
+bool NamedCall::has(std::string_view name) {
+  return answer(name, [&] { return tensors_.find(std::string(name)).defined(); }) != 0;
+}
+
+DType NamedCall::dtype_of(std::string_view name) {
+  return static_cast<DType>(
+      answer(name, [&] { return static_cast<int64_t>(tensors_.find(std::string(name)).dtype); }));
+}
+
+int NamedCall::rank_of(std::string_view name) {
+  return static_cast<int>(answer(name, [&] { return tensors_.find(std::string(name)).rank; }));
 }
 
 std::vector<int64_t> NamedCall::output_shape(const std::string& name,
@@ -156,7 +194,7 @@ std::vector<int64_t> NamedCall::output_shape(const std::string& name,
   bool fits = true;
   for (size_t i = 0; i < expected.num_axes; ++i) {
     const AxisTerm& term = expected.axes[i];
-    shape.push_back(term.name.empty() ? term.number : extent(term.name) + term.number);
+    shape.push_back(term.name.empty() ? term.number : known_extent(term.name) + term.number);
     fits = fits && !__builtin_mul_overflow(bytes, shape.back(), &bytes);
   }
   // A parameter or a length out of proportion asks for more than the machine has; filling it page
@@ -172,28 +210,47 @@ std::vector<int64_t> NamedCall::output_shape(const std::string& name,
   return shape;
 }
 
-TensorView NamedCall::out(const std::string& name, std::string_view declaration) {
-  known_outputs_.insert(name);
-  const TensorView given = tensors_.given_output(name);
+TensorView NamedCall::out(std::string_view name, std::string_view declaration) {
+  if (const RecordedStep* step = repeated(name)) {
+    return step->is_there ? tensors_.given_output(step->name)
+                          : tensors_.output(step->name, step->dtype, step->shape);
+  }
+  const std::string key(name);
+  known_outputs_.insert(key);
+  const TensorView given = tensors_.given_output(key);
   if (given.defined()) {
-    match(name, given, declaration);
+    match(key, given, declaration);
+    remember(name, [](RecordedStep& step) { step.is_there = true; });
     return given;
   }
   const DType dtype = parse_dtype(parse(declaration).types.front());
-  return tensors_.output(name, dtype, output_shape(name, declaration));
+  const std::vector<int64_t> shape = output_shape(key, declaration);
+  remember(name, [&](RecordedStep& step) {
+    step.dtype = dtype;
+    step.shape = shape;
+  });
+  return tensors_.output(key, dtype, shape);
 }
 
-TensorView NamedCall::out_if_wanted(const std::string& name, std::string_view declaration) {
-  known_outputs_.insert(name);
-  return is_given(name) || tensors_.wants(name) ? out(name, declaration) : TensorView{};
+TensorView NamedCall::out_if_wanted(std::string_view name, std::string_view declaration) {
+  const bool is_wanted = answer(name, [&] {
+                           const std::string key(name);
+                           known_outputs_.insert(key);
+                           return tensors_.given_output(key).defined() || tensors_.wants(key);
+                         }) != 0;
+  return is_wanted ? out(name, declaration) : TensorView{};
 }
 
-TensorView NamedCall::update(const std::string& name, std::string_view declaration) {
-  expect(name, declaration);
-  return tensors_.update(name);
+TensorView NamedCall::update(std::string_view name, std::string_view declaration) {
+  if (const RecordedStep* step = repeated(name)) return tensors_.update(step->name);
+  const std::string key(name);
+  expect(key, declaration);
+  remember(name, [](RecordedStep&) {});
+  return tensors_.update(key);
 }
 
 void NamedCall::plan_host_function() {
+  if (record_ != nullptr) record_->repeatable = false;
   refuse_unknown_names();
   choice_.name = kHostFunction;
 }
@@ -215,7 +272,7 @@ void NamedCall::out_lists(
   }
 }
 
-int64_t NamedCall::extent(std::string_view axis) const {
+int64_t NamedCall::known_extent(std::string_view axis) const {
   const auto found = axes_.find(axis);
   if (found == axes_.end()) {
     throw Error(ErrorCode::kInternal,
@@ -224,14 +281,20 @@ int64_t NamedCall::extent(std::string_view axis) const {
   return found->second.extent;
 }
 
-void NamedCall::set_extent(const std::string& axis, int64_t extent, const std::string& source) {
-  if (extent < 0) refuse(source + " = " + std::to_string(extent) + ", expected >= 0");
-  axes_.insert_or_assign(axis, Axis{extent, source});
+int64_t NamedCall::extent(std::string_view axis) {
+  return answer(axis, [&] { return known_extent(axis); });
+}
+
+void NamedCall::set_extent(std::string_view axis, int64_t extent, std::string_view source) {
+  if (repeats_ != nullptr) return;
+  const std::string from(source);
+  if (extent < 0) refuse(from + " = " + std::to_string(extent) + ", expected >= 0");
+  axes_.insert_or_assign(std::string(axis), Axis{extent, from});
 }
 
 const Json* NamedCall::param(const std::string& name, bool required) {
   known_params_.insert(name);
-  const Json* value = params_.find(name);
+  const Json* value = params_->find(name);
   if (value == nullptr && required) refuse("the parameter " + name + " is missing");
   return value;
 }
@@ -255,38 +318,50 @@ auto read_param(const std::string& op, const std::string& name, Read read) {
 
 }  // namespace
 
-int64_t NamedCall::integer(const std::string& name, std::optional<int64_t> otherwise) {
-  const Json* value = param(name, !otherwise.has_value());
-  if (value == nullptr) return *otherwise;
-  return read_param(op_, name, [&] { return value->as_integer(); });
+int64_t NamedCall::integer(std::string_view name, std::optional<int64_t> otherwise) {
+  return answer(name, [&] {
+    const std::string key(name);
+    const Json* value = param(key, !otherwise.has_value());
+    return value == nullptr ? *otherwise
+                            : read_param(op_, key, [&] { return value->as_integer(); });
+  });
 }
 
-float NamedCall::number(const std::string& name, std::optional<float> otherwise) {
-  const Json* value = param(name, !otherwise.has_value());
-  if (value == nullptr) return *otherwise;
-  const double number = read_param(op_, name, [&] { return value->as_number(); });
-  const auto narrow = static_cast<float>(number);
-  if (!std::isfinite(narrow)) {
-    refuse("params." + name + " = " + value->dump() + ", expected a finite fp32 number");
+float NamedCall::number(std::string_view name, std::optional<float> otherwise) {
+  if (const RecordedStep* step = repeated(name)) return step->number;
+  const std::string key(name);
+  const Json* value = param(key, !otherwise.has_value());
+  float result = otherwise.value_or(0);
+  if (value != nullptr) {
+    result = static_cast<float>(read_param(op_, key, [&] { return value->as_number(); }));
+    if (!std::isfinite(result)) {
+      refuse("params." + key + " = " + value->dump() + ", expected a finite fp32 number");
+    }
   }
-  return narrow;
+  remember(name, [&](RecordedStep& step) { step.number = result; });
+  return result;
 }
 
-bool NamedCall::flag(const std::string& name, bool otherwise) {
-  const Json* value = param(name, false);
-  if (value == nullptr) return otherwise;
-  return read_param(op_, name, [&] { return value->as_bool(); });
+bool NamedCall::flag(std::string_view name, bool otherwise) {
+  return answer(name, [&] {
+           const std::string key(name);
+           const Json* value = param(key, false);
+           return value == nullptr ? otherwise
+                                   : read_param(op_, key, [&] { return value->as_bool(); });
+         }) != 0;
 }
 
-std::optional<size_t> NamedCall::find_word(const std::string& name,
-                                           const std::vector<std::string_view>& words,
-                                           const std::vector<std::string_view>& later,
-                                           bool has_default) {
+bool NamedCall::has_param(std::string_view name) {
+  return answer(name, [&] { return params_->find(name) != nullptr; }) != 0;
+}
+
+int64_t NamedCall::find_word(const std::string& name, const std::vector<std::string_view>& words,
+                             const std::vector<std::string_view>& later, bool has_default) {
   const Json* value = param(name, !has_default);
-  if (value == nullptr) return std::nullopt;
+  if (value == nullptr) return -1;
   const std::string word = read_param(op_, name, [&] { return value->as_string(); });
   const auto found = std::find(words.begin(), words.end(), word);
-  if (found != words.end()) return static_cast<size_t>(found - words.begin());
+  if (found != words.end()) return found - words.begin();
   if (std::find(later.begin(), later.end(), word) != later.end()) {
     throw Error(ErrorCode::kUnsupported,
                 op_ + ": params." + name + " = '" + word + "' is not in this build");
@@ -298,32 +373,35 @@ std::optional<size_t> NamedCall::find_word(const std::string& name,
   refuse("params." + name + " = '" + word + "', expected one of " + expected);
 }
 
-void NamedCall::unused(std::initializer_list<std::string> tensors, const std::string& why) {
-  for (const std::string& name : tensors) {
-    const bool is_new = known_tensors_.insert(name);
-    if (!is_new || !has(name)) continue;
+void NamedCall::unused(std::initializer_list<std::string_view> tensors, std::string_view why) {
+  if (repeats_ != nullptr) return;
+  for (const std::string_view name : tensors) {
+    const std::string key(name);
+    const bool is_new = known_tensors_.insert(key);
+    if (!is_new || !tensors_.find(key).defined()) continue;
     std::string note = op_;
     note.append(": the tensor ").append(name).append(" is not used ").append(why);
     notes_.push_back(std::move(note));
   }
 }
 
-void NamedCall::later_tensor(const std::string& name, const std::string& feature) {
-  if (!has(name)) return;
-  throw Error(ErrorCode::kUnsupported,
-              op_ + ": the tensor " + name + " (" + feature + ") is not in this build");
+void NamedCall::later_tensor(std::string_view name, std::string_view feature) {
+  if (repeats_ != nullptr || !tensors_.find(std::string(name)).defined()) return;
+  throw Error(ErrorCode::kUnsupported, op_ + ": the tensor " + std::string(name) + " (" +
+                                           std::string(feature) + ") is not in this build");
 }
 
-void NamedCall::later_param(const std::string& name, const Json& harmless,
-                            const std::string& feature) {
-  const Json* value = param(name, false);
+void NamedCall::later_param(std::string_view name, const Json& harmless, std::string_view feature) {
+  if (repeats_ != nullptr) return;
+  const std::string key(name);
+  const Json* value = param(key, false);
   if (value == nullptr || *value == harmless) return;
   const bool equal_numbers = value->kind() == Json::Kind::kNumber &&
                              harmless.kind() == Json::Kind::kInteger &&
                              value->as_number() == harmless.as_number();
   if (equal_numbers) return;
-  throw Error(ErrorCode::kUnsupported, op_ + ": params." + name + " = " + value->dump() + " (" +
-                                           feature + ") is not in this build");
+  throw Error(ErrorCode::kUnsupported, op_ + ": params." + key + " = " + value->dump() + " (" +
+                                           std::string(feature) + ") is not in this build");
 }
 
 void NamedCall::refuse_unknown_names() const {
@@ -333,7 +411,7 @@ void NamedCall::refuse_unknown_names() const {
              "'; with these parameters it takes: " + known_tensors_.list());
     }
   }
-  for (const auto& [name, value] : params_.members()) {
+  for (const auto& [name, value] : params_->members()) {
     if (!known_params_.contains(name)) {
       refuse("unknown parameter '" + name + "'; it takes: " + known_params_.list());
     }

@@ -17,6 +17,8 @@
 #include "fovea/implementation.h"
 #include "fovea/json.h"
 #include "fovea/tensor.h"
+#include "src/binding/recorded_call.h"
+#include "src/core/check.h"
 
 namespace fovea::internal {
 
@@ -52,70 +54,82 @@ class NameSet {
 /// The views that in(), opt(), out() and update() return are of the device's memory: what a binding
 /// reads itself comes from values().
 ///
+/// A call can be recorded and repeated: the binding then runs again, and every function gives the
+/// answer that it gave, without looking at a declaration or a parameter.
+///
 /// A declaration is "<type>[|<type>...] [<axis>, ...]". An axis is a number, a name, a name plus a
 /// number (R+1), or `?` for any extent. The first tensor that names an axis fixes its extent, the
 /// others must agree. Everything is refused by Error(kInvalidArgument) naming operator, tensor or
 /// parameter, found and expected.
 class NamedCall {
  public:
+  /// `record`, unless null, receives the answers.
   NamedCall(std::string op, CallTensors& tensors, const Json& params, const Device& device,
-            const Options& options);
+            const Options& options, RecordedCall* record);
+  /// Repeats a call.
+  NamedCall(const RecordedCall& repeats, CallTensors& tensors);
 
   // Tensors, in the order of the table.
-  ConstTensorView in(const std::string& name, std::string_view declaration);
+  ConstTensorView in(std::string_view name, std::string_view declaration);
   /// An undefined view when absent.
-  ConstTensorView opt(const std::string& name, std::string_view declaration);
+  ConstTensorView opt(std::string_view name, std::string_view declaration);
   /// The elements of an i32 input on the host.
-  const int32_t* values(const std::string& name) const { return tensors_.values(name); }
+  const int32_t* values(std::string_view name);
   /// Whether to size results by the contents of lengths where there is a bound too.
   bool sized_by_contents() const { return tensors_.sized_by_contents(); }
   /// An output: the caller's tensor, or a zero-filled one, for which every axis must be known.
-  TensorView out(const std::string& name, std::string_view declaration);
+  TensorView out(std::string_view name, std::string_view declaration);
   /// The same for a result that an operator may leave out: undefined when the caller does not want
   /// it.
-  TensorView out_if_wanted(const std::string& name, std::string_view declaration);
+  TensorView out_if_wanted(std::string_view name, std::string_view declaration);
   /// Whether the caller brings the memory of an output, whose axes may then be any.
-  bool is_given(const std::string& name) const { return tensors_.given_output(name).defined(); }
+  bool is_given(std::string_view name);
   /// An input that is changed.
-  TensorView update(const std::string& name, std::string_view declaration);
-  bool has(const std::string& name) const { return tensors_.find(name).defined(); }
+  TensorView update(std::string_view name, std::string_view declaration);
+  bool has(std::string_view name);
   /// kNone when absent.
-  DType dtype_of(const std::string& name) const { return tensors_.find(name).dtype; }
+  DType dtype_of(std::string_view name);
   /// 0 when absent.
-  int rank_of(const std::string& name) const { return tensors_.find(name).rank; }
+  int rank_of(std::string_view name);
 
   // Axes.
-  int64_t extent(std::string_view axis) const;
+  int64_t extent(std::string_view axis);
   /// Fixes an axis that no tensor names; negative extents are refused under `source`.
-  void set_extent(const std::string& axis, int64_t extent, const std::string& source);
+  void set_extent(std::string_view axis, int64_t extent, std::string_view source);
 
   // Parameters: without a default they are required.
-  int64_t integer(const std::string& name, std::optional<int64_t> otherwise = std::nullopt);
+  int64_t integer(std::string_view name, std::optional<int64_t> otherwise = std::nullopt);
   /// A finite fp32 value.
-  float number(const std::string& name, std::optional<float> otherwise = std::nullopt);
-  bool flag(const std::string& name, bool otherwise);
-  bool has_param(const std::string& name) const { return params_.find(name) != nullptr; }
+  float number(std::string_view name, std::optional<float> otherwise = std::nullopt);
+  bool flag(std::string_view name, bool otherwise);
+  bool has_param(std::string_view name);
   /// One of the words; `later` lists words that the format has but this build does not:
   /// Error(kUnsupported).
   template <class Value>
-  Value choice(const std::string& name,
+  Value choice(std::string_view name,
                std::initializer_list<std::pair<std::string_view, Value>> words,
                std::optional<Value> otherwise = std::nullopt,
                std::initializer_list<std::string_view> later = {}) {
-    std::vector<std::string_view> known;
-    for (const auto& [word, value] : words) known.push_back(word);
-    const std::optional<size_t> found = find_word(name, known, later, otherwise.has_value());
-    return found ? (words.begin() + *found)->second : *otherwise;
+    int64_t found = -1;
+    if (const RecordedStep* step = repeated(name)) {
+      found = step->integer;
+    } else {
+      std::vector<std::string_view> known;
+      for (const auto& [word, value] : words) known.push_back(word);
+      found = find_word(std::string(name), known, later, otherwise.has_value());
+      remember(name, [&](RecordedStep& answer) { answer.integer = found; });
+    }
+    return found >= 0 ? (words.begin() + found)->second : *otherwise;
   }
 
   /// Names of the table that these parameters do not use, as far as they were not declared: they
   /// may be given and change nothing; notes() says so.
-  void unused(std::initializer_list<std::string> tensors, const std::string& why);
+  void unused(std::initializer_list<std::string_view> tensors, std::string_view why);
 
   /// Names that the tables have but this build does not: given, they are Error(kUnsupported). A
   /// parameter that has its default value is let through.
-  void later_tensor(const std::string& name, const std::string& feature);
-  void later_param(const std::string& name, const Json& harmless, const std::string& feature);
+  void later_tensor(std::string_view name, std::string_view feature);
+  void later_param(std::string_view name, const Json& harmless, std::string_view feature);
 
   /// A refusal of the binding itself.
   [[noreturn]] void refuse(const std::string& what) const;
@@ -124,9 +138,11 @@ class NamedCall {
   /// is refused before an output takes memory. All inputs and parameters are declared by now.
   template <class Op>
   Op plan(const typename Op::Problem& problem) {
+    if (repeats_ != nullptr) return *static_cast<const Op*>(repeats_->plans[next_plan_++].get());
     refuse_unknown_names();
     Op result = Op::plan(problem, device_, options_);
     choice_ = result.implementation();
+    if (record_ != nullptr) record_->plans.push_back(std::make_shared<const Op>(result));
     return result;
   }
 
@@ -138,7 +154,7 @@ class NamedCall {
 
   template <class Op>
   void run(const Op& plan, const typename Op::Tensors& tensors) {
-    refuse_unknown_outputs();
+    if (repeats_ == nullptr) refuse_unknown_outputs();
     tensors_.run(plan.workspace_bytes(),
                  [&](Workspace workspace, Stream stream) { plan.run(tensors, workspace, stream); });
   }
@@ -151,12 +167,34 @@ class NamedCall {
     std::string source;
   };
 
+  /// The answer that is repeated; null while a call is planned.
+  const RecordedStep* repeated([[maybe_unused]] std::string_view name) {
+    if (repeats_ == nullptr) return nullptr;
+    const RecordedStep& step = repeats_->steps[next_step_++];
+    FOVEA_DCHECK(step.name == name);
+    return &step;
+  }
+  template <class Fill>
+  void remember(std::string_view name, Fill fill) {
+    if (record_ == nullptr) return;
+    fill(record_->steps.emplace_back(RecordedStep{.name = std::string(name)}));
+  }
+  /// Answers with `ask()` and remembers it.
+  template <class Ask>
+  int64_t answer(std::string_view name, Ask ask) {
+    if (const RecordedStep* step = repeated(name)) return step->integer;
+    const int64_t result = ask();
+    remember(name, [&](RecordedStep& step) { step.integer = result; });
+    return result;
+  }
+
   /// Requires the tensor.
   void expect(const std::string& name, std::string_view declaration);
   const Json* param(const std::string& name, bool required);
-  std::optional<size_t> find_word(const std::string& name,
-                                  const std::vector<std::string_view>& words,
-                                  const std::vector<std::string_view>& later, bool has_default);
+  /// Number of the word; -1: the default.
+  int64_t find_word(const std::string& name, const std::vector<std::string_view>& words,
+                    const std::vector<std::string_view>& later, bool has_default);
+  int64_t known_extent(std::string_view axis) const;
   void match(const std::string& name, const ConstTensorView& tensor, std::string_view declaration);
   void refuse_unknown_names() const;
   void refuse_unknown_outputs() const;
@@ -165,7 +203,7 @@ class NamedCall {
 
   std::string op_;
   CallTensors& tensors_;
-  const Json& params_;
+  const Json* params_;
   Device device_;
   Options options_;
   int64_t output_bytes_ = 0;
@@ -175,6 +213,10 @@ class NamedCall {
   NameSet known_outputs_;
   std::vector<std::string> notes_;
   ImplementationChoice choice_;
+  RecordedCall* record_ = nullptr;
+  const RecordedCall* repeats_ = nullptr;
+  size_t next_step_ = 0;
+  size_t next_plan_ = 0;
 };
 
 }  // namespace fovea::internal

@@ -21,7 +21,7 @@ RowFormat bind_row_format(NamedCall& call) {
 
 constexpr char kInvScale[] = "bf16|f32 [S, 1]";
 
-bool is_bf16_pool(const NamedCall& call, RowFormat format) {
+bool is_bf16_pool(NamedCall& call, RowFormat format) {
   return format == RowFormat::kBf16 && call.dtype_of("pool") == DType::kBf16;
 }
 

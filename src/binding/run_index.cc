@@ -49,13 +49,13 @@ void bind_queries_and_keys(NamedCall& call, Problem& problem, Tensors& tensors) 
 constexpr int64_t kColumnsPastTable = 4096;
 
 // Tokens that a row of the page table holds. plan() refuses the page sizes that are cut here.
-int64_t table_capacity(const NamedCall& call, int64_t page_size) {
+int64_t table_capacity(NamedCall& call, int64_t page_size) {
   return call.extent("max_pages") * std::clamp<int64_t>(page_size, 0, 256);
 }
 
 // The longest row: k_end - k_start within [0, S], or row_len of a row whose request exists.
 template <class Problem>
-int64_t longest_row(const NamedCall& call, const Problem& problem) {
+int64_t longest_row(NamedCall& call, const Problem& problem) {
   int64_t longest = 0;
   for (int64_t t = 0; t < problem.max_rows; ++t) {
     int64_t length = 0;
@@ -73,7 +73,7 @@ int64_t longest_row(const NamedCall& call, const Problem& problem) {
 }
 
 // Columns of logits that the call provides.
-int64_t logits_width(const NamedCall& call, const IndexLogitsProblem& problem) {
+int64_t logits_width(NamedCall& call, const IndexLogitsProblem& problem) {
   if (problem.layout == IndexLayout::kRagged) {
     return call.sized_by_contents() ? longest_row(call, problem) : call.extent("S");
   }
@@ -83,7 +83,7 @@ int64_t logits_width(const NamedCall& call, const IndexLogitsProblem& problem) {
 }
 
 // The longest row that a selection has to look at.
-int64_t selection_width(const NamedCall& call, const IndexSelectProblem& problem) {
+int64_t selection_width(NamedCall& call, const IndexSelectProblem& problem) {
   if (problem.layout == IndexLayout::kRagged) {
     return call.sized_by_contents() ? longest_row(call, problem) : call.extent("S");
   }
@@ -125,7 +125,7 @@ void bind_transform(NamedCall& call, bool has_pages, Problem& problem, Tensors& 
 }
 
 // Rows that the requests of a gather fill: where the last one ends.
-int64_t gathered_rows(const NamedCall& call) {
+int64_t gathered_rows(NamedCall& call) {
   return std::max<int64_t>(0, call.values("kv_indptr")[call.extent("R")]);
 }
 

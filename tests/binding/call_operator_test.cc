@@ -99,6 +99,54 @@ TEST(CallOperatorTest, ResultsInTheMemoryOfTheCaller) {
   EXPECT_THAT(tensors.provided, ElementsAre("lse"));
 }
 
+TEST(CallOperatorTest, ARecordedCallIsRepeatedOnOtherContents) {
+  const TensorMap inputs = merge_inputs();
+  CallerOutputs first(inputs);
+  std::vector<float> unused(2);
+  first.given["out"] = make_tensor(unused.data(), DType::kF32, {1, 1, 2});
+  CallRecord record;
+  EXPECT_FALSE(record.is_repeatable());
+  call_operator("merge_lse", first, Json::object(), Device::cpu(1), Options{"ref"}, &record);
+  ASSERT_TRUE(record.is_repeatable());
+
+  TensorMap others;
+  const std::vector<float> values = {9, 2, 3, 6};
+  std::copy(values.begin(), values.end(),
+            static_cast<float*>(others.add("out_parts", DType::kF32, {2, 1, 1, 2}).data));
+  others.add("lse_parts", DType::kF32, {2, 1, 1});
+  CallerOutputs second(others);
+  std::vector<float> out(2, -1);
+  second.given["out"] = make_tensor(out.data(), DType::kF32, {1, 1, 2});
+  EXPECT_EQ(record.repeat(second).implementation.name, "ref");
+  EXPECT_EQ(second.runs, 1);
+  EXPECT_THAT(out, ElementsAre(6, 4));
+  EXPECT_THAT(second.provided, ElementsAre("lse"));
+}
+
+TEST(CallOperatorTest, ACallThatIsRefusedLeavesNoRecord) {
+  const TensorMap inputs = merge_inputs();
+  CallerOutputs tensors(inputs);
+  std::vector<float> out(3, -1);
+  tensors.given["out"] = make_tensor(out.data(), DType::kF32, {1, 1, 3});
+  CallRecord record;
+  EXPECT_THROW(call_operator("merge_lse", tensors, Json::object(), Device::cpu(1), {}, &record),
+               Error);
+  EXPECT_FALSE(record.is_repeatable());
+}
+
+TEST(CallOperatorTest, ACallOfAHostFunctionIsNotRepeatable) {
+  TensorMap inputs;
+  for (const char* name : {"seq_len", "ext_len"}) {
+    *static_cast<int32_t*>(inputs.add(name, DType::kI32, {1}).data) = 3;
+  }
+  MapCallTensors tensors(inputs, Device::cpu(1));
+  Json params = Json::object();
+  params.set("ranks", 2).set("rank", 0).set("scheme", "round_robin");
+  CallRecord record;
+  call_operator("context_split", tensors, params, Device::cpu(1), {}, &record);
+  EXPECT_FALSE(record.is_repeatable());
+}
+
 void expect_refused(CallerOutputs& tensors, const std::string& text) {
   try {
     call_operator("merge_lse", tensors, Json::object(), Device::cpu(1));
