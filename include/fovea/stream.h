@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 
@@ -15,6 +16,10 @@ FOVEA_API void synchronize(const Device& device, Stream stream = {});
 /// Whether `stream` records a Graph now instead of executing; never on the CPU. Throws
 /// Error(kDevice).
 FOVEA_API bool is_capturing(const Device& device, Stream stream);
+
+/// A number that no other stream of the process has or had, while a handle may be given out again;
+/// 0 on the CPU. Throws Error(kDevice).
+FOVEA_API uint64_t stream_id(const Device& device, Stream stream);
 
 /// A queue of its own: not ordered against the default stream. On the CPU the calling thread.
 class FOVEA_API OwnedStream {

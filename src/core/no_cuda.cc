@@ -2,6 +2,7 @@
 
 #include "src/core/check.h"
 #include "src/core/cuda_probe.h"
+#include "src/core/stream_id.h"
 
 // The build without CUDA. Nobody reaches the device functions: Device::cuda refuses first.
 namespace fovea::internal::cuda {
@@ -41,6 +42,7 @@ bool is_event_done(void*) { refuse(); }
 double elapsed_ms(void*, void*) { refuse(); }
 void begin_capture(Stream) { refuse(); }
 bool is_capturing(Stream) { refuse(); }
+uint64_t stream_id(Stream) { refuse(); }
 void* end_capture(Stream, bool, int64_t*) { refuse(); }
 void destroy_graph(void*) noexcept {}
 void launch_graph(void*, Stream) { refuse(); }

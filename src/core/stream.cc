@@ -5,6 +5,7 @@
 
 #include "src/core/check.h"
 #include "src/core/cuda_runtime.h"
+#include "src/core/stream_id.h"
 
 namespace fovea {
 namespace {
@@ -25,6 +26,12 @@ bool is_capturing(const Device& device, Stream stream) {
   if (!is_cuda(device)) return false;
   const internal::cuda::DeviceScope scope(device.ordinal);
   return internal::cuda::is_capturing(stream);
+}
+
+uint64_t stream_id(const Device& device, Stream stream) {
+  if (!is_cuda(device)) return 0;
+  const internal::cuda::DeviceScope scope(device.ordinal);
+  return internal::cuda::stream_id(stream);
 }
 
 OwnedStream::OwnedStream(const Device& device) : device_(device) {

@@ -7,6 +7,7 @@
 
 #include "src/core/check.h"
 #include "src/core/cuda/error.cuh"
+#include "src/core/stream_id.h"
 
 namespace fovea::internal::cuda {
 namespace {
@@ -223,6 +224,12 @@ bool is_capturing(Stream stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   check(cudaStreamIsCapturing(native(stream), &status), "cudaStreamIsCapturing");
   return status != cudaStreamCaptureStatusNone;
+}
+
+uint64_t stream_id(Stream stream) {
+  unsigned long long id = 0;
+  check(cudaStreamGetId(native(stream), &id), "cudaStreamGetId");
+  return id;
 }
 
 void* end_capture(Stream stream, bool discard, int64_t* num_nodes) {
