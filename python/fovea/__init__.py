@@ -24,7 +24,7 @@ from __future__ import annotations
 from . import _native
 from ._backend import OperatorCall, StepPlan
 from ._errors import DeviceError, Error, InternalError, InvalidArgument, Mismatch, OutOfMemory, Unsupported
-from ._info import available, get_num_threads, implementations, operators, set_num_threads
+from ._info import available, clear_caches, get_num_threads, implementations, operators, set_num_threads
 from .batch import context_split, metadata_check, metadata_refresh, paged_schedule, split_schedule
 from .cache import move_rows, pack_rows, unpack_rows
 from .compress import v4_compress
@@ -54,6 +54,7 @@ from .kda import (
     kda_verify,
 )
 from .kda_backend import KdaBackend
+from .memory import set_memory_resource, use_torch_memory
 from .mla import (
     build_swa_indices,
     concat_absorbed_q,
@@ -99,6 +100,7 @@ __all__ = [
     "build_page_table",
     "build_swa_indices",
     "causal_conv1d",
+    "clear_caches",
     "concat_absorbed_q",
     "context_split",
     "dense_mla",
@@ -131,11 +133,13 @@ __all__ = [
     "operators",
     "pack_rows",
     "paged_schedule",
+    "set_memory_resource",
     "set_num_threads",
     "sparse_mla",
     "split_schedule",
     "swa_decode",
     "topk_select",
     "unpack_rows",
+    "use_torch_memory",
     "v4_compress",
 ]

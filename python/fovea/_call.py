@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any, Callable, Mapping, Optional, Sequence, Union
 
 from . import _native
-from ._errors import InvalidArgument
 
 Tensor = Any
 """A tensor: anything with the buffer protocol or ``__dlpack__``, such as a numpy array or a torch tensor."""
@@ -16,22 +14,8 @@ Out = Union[Tensor, Sequence[Optional[Tensor]], Mapping[str, Tensor], None]
 """Where results go: the tensor, a sequence in the order of the results (None: a new one), or a mapping by name."""
 
 
-def outputs(op: str, results: Sequence[str], out: Out) -> dict[str, Tensor]:
-    """Where results go, by name. `results` is empty where only a mapping says which result is meant."""
-    if out is None:
-        return {}
-    if isinstance(out, Mapping):
-        return dict(out)
-    if not results:
-        raise InvalidArgument(f"{op}: out is of type {type(out).__name__}, expected a mapping of tensors by name")
-    if isinstance(out, (tuple, list)):
-        if len(out) != len(results):
-            raise InvalidArgument(f"{op}: out has {len(out)} entries, expected {len(results)}: {', '.join(results)}")
-        return dict(zip(results, out))
-    if len(results) != 1:
-        raise InvalidArgument(f"{op}: out is one tensor, expected a tuple of {', '.join(results)} or a mapping by name")
-    return {results[0]: out}
-
+outputs = _native.outputs
+"""Where results go, by name: outputs(op, names of the results, out). Without names only a mapping says which is meant."""
 
 # Arguments that are neither tensors nor parameters of an operator.
 _OTHERS = {"impl", "out", "stream", "return", "plan", "device", "host_seq_len", "host_ext_len", "context_split"}
@@ -55,21 +39,20 @@ def keywords(
     return {name: arguments[name] for name in tensors}, {name: arguments[name] for name in params}
 
 
+_functions: dict[Callable[..., Any], Any] = {}
+
+
 def call(
-    function: Callable[..., Any], arguments: Mapping[str, Any], results: Sequence[str] = (), unwanted: Sequence[str] = ()
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    results: tuple[str, ...] = (),
+    unwanted: tuple[str, ...] = (),
 ) -> Any:
     """Runs the operator of `function`'s name on the function's `arguments`, which are its locals().
 
     The result, or the results as a tuple in the order of `results`; without `results` all of them by name.
     """
-    op = function.__name__
-    tensors, params = keywords(function, arguments)
-    out = outputs(op, results, arguments.get("out"))
-    found, notes, _ = _native.call(op, tensors, params, out, unwanted, arguments.get("impl"), arguments.get("stream"))
-    for note in notes:
-        warnings.warn(note, stacklevel=3)
-    if not results:
-        return found
-    if len(results) == 1:
-        return found[results[0]]
-    return tuple(found.get(name) for name in results)
+    native = _functions.get(function)
+    if native is None:
+        native = _functions.setdefault(function, _native.OperatorFunction(function.__name__, *declaration(function)))
+    return native.call(arguments, results, unwanted)

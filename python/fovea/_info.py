@@ -64,6 +64,15 @@ def available(op: str, device: Any = "cpu") -> tuple[bool, str]:
         return False, str(error)
 
 
+def clear_caches() -> None:
+    """Forgets the plans of earlier calls, and gives back the workspaces that are kept for later ones.
+
+    A call that differs from one of the latest 512 only in the addresses and contents of its tensors is not planned again;
+    its workspace, up to 32 MiB, is kept for the next call of the same stream, at most 16 of them.
+    """
+    _native.clear_caches()
+
+
 def set_num_threads(threads: int) -> None:
     """Bounds the threads of every later call on the CPU; 0: every hardware thread. Changes no result."""
     _native.set_num_threads(threads)

@@ -13,16 +13,13 @@ def register_errors(classes: dict, base: object) -> None:
     Sets the exception classes by error code, and the class of every other code.
     """
 
-def call(op: str, tensors: dict, params: dict, out: dict, unwanted: Sequence, impl: object | None, stream: object | None) -> tuple:
-    """Runs an operator: (results by name, notes, implementation)."""
-
 def result_shapes(op: str, tensors: dict, params: dict, unwanted: Sequence) -> tuple:
     """
     Results that an operator has for tensors given as (type, shape), None for absent: ([(name, type, shape)], names of the tensors that it updates).
     """
 
 def callable_operators() -> list[str]:
-    """Names that call() knows."""
+    """Names that OperatorFunction takes."""
 
 def implementations(op: str) -> list:
     """
@@ -37,6 +34,30 @@ def set_num_threads(threads: int) -> None:
 
 def num_threads() -> int:
     """What set_num_threads() was given."""
+
+class OperatorFunction:
+    """One function of the package."""
+
+    def __init__(self, op: str, tensors: tuple, params: tuple) -> None: ...
+
+    def call(self, arguments: dict, results: tuple, unwanted: tuple) -> object:
+        """
+        Runs the operator on the locals() of the function: the results in their order.
+        """
+
+def outputs(op: str, results: tuple, out: object | None) -> dict:
+    """
+    Where results go, by name. Without `results` only a mapping says which is meant.
+    """
+
+def clear_caches() -> None:
+    """Forgets the plans of earlier calls and gives back their workspaces."""
+
+def cache_info() -> tuple[int, int, int]:
+    """Plans of calls: (hits, misses, entries)."""
+
+def set_memory_resource(device: str, allocate: object | None, release: object | None) -> None:
+    """Where the memory of a device comes from; None: the library's own."""
 
 class TensorView:
     """

@@ -75,7 +75,8 @@ struct DlExchangeApi {
   void* managed_tensor_allocator;
   int (*managed_tensor_from_object)(void* object, DlManagedTensorVersioned** out);
   void* managed_tensor_to_object;
-  void* tensor_from_object;  // optional
+  /// Optional: what `object` is now, not kept by the result.
+  int (*tensor_from_object)(void* object, DlTensor* out);
   int (*current_work_stream)(DlDeviceType type, int32_t id, void** out);
 };
 

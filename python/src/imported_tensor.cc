@@ -13,29 +13,17 @@ namespace nb = nanobind;
 namespace fovea::python {
 namespace {
 
-[[noreturn]] void refuse(const std::string& label, const std::string& what) {
-  throw Error(ErrorCode::kInvalidArgument, label + what);
+[[noreturn]] void refuse(const Label& label, const std::string& what) {
+  throw Error(ErrorCode::kInvalidArgument, label.text() + what);
 }
 
-[[noreturn]] void refuse_type(const std::string& label, const std::string& type) {
+[[noreturn]] void refuse_type(const Label& label, const std::string& type) {
   refuse(label, " has elements of type " + type +
                     ", expected bfloat16 (or its bits as uint16), float32, int32, int64 or uint8 "
                     "(or float8_e4m3fn, bool)");
 }
 
 std::string class_name(nb::handle object) { return Py_TYPE(object.ptr())->tp_name; }
-
-// The text of a Python exception, which is dropped.
-std::string text_of(nb::python_error& error) {
-  const nb::object text = nb::steal(PyObject_Str(error.value().ptr()));
-  if (!text.is_valid()) {
-    PyErr_Clear();
-    return "an exception without a text";
-  }
-  const char* characters = PyUnicode_AsUTF8(text.ptr());
-  if (characters == nullptr) PyErr_Clear();
-  return characters == nullptr ? "an exception without a text" : characters;
-}
 
 // "numpy.dtype(...)" and "torch.float8_e4m3fn" end in the name of the type.
 std::string dtype_of(nb::handle object) {
@@ -44,6 +32,24 @@ std::string dtype_of(nb::handle object) {
   const char* characters = text.is_valid() ? PyUnicode_AsUTF8(text.ptr()) : nullptr;
   if (characters == nullptr) PyErr_Clear();
   return characters == nullptr ? "" : characters;
+}
+
+// The class of torch's tensors; null while torch is not imported. Looked up until it is there: a
+// module that is imported stays.
+PyTypeObject* torch_tensor_type() {
+  static PyTypeObject* known = nullptr;
+  if (known != nullptr) return known;
+  PyObject* torch = PyDict_GetItemString(PyImport_GetModuleDict(), "torch");
+  if (torch == nullptr) return nullptr;
+  const nb::object type = nb::getattr(nb::handle(torch), "Tensor", nb::none());
+  if (PyType_Check(type.ptr()) == 0) return nullptr;  // torch is being imported
+  known = reinterpret_cast<PyTypeObject*>(nb::object(type).release().ptr());
+  return known;
+}
+
+bool is_torch(nb::handle object) {
+  PyTypeObject* type = torch_tensor_type();
+  return type != nullptr && PyObject_TypeCheck(object.ptr(), type) != 0;
 }
 
 // Types that a buffer or an older DLPack cannot name, as the bits that it can: an object with the
@@ -95,19 +101,6 @@ DType dtype_of(const DlDataType& type) {
   return DType::kNone;
 }
 
-// The class of torch's tensors; null while torch is not imported. Looked up until it is there: a
-// module that is imported stays.
-PyTypeObject* torch_tensor_type() {
-  static PyTypeObject* known = nullptr;
-  if (known != nullptr) return known;
-  PyObject* torch = PyDict_GetItemString(PyImport_GetModuleDict(), "torch");
-  if (torch == nullptr) return nullptr;
-  const nb::object type = nb::getattr(nb::handle(torch), "Tensor", nb::none());
-  if (PyType_Check(type.ptr()) == 0) return nullptr;  // torch is being imported
-  known = reinterpret_cast<PyTypeObject*>(nb::object(type).release().ptr());
-  return known;
-}
-
 // What torch offers for exchange without calls of Python; null for a release that has it not.
 const DlExchangeApi* torch_exchange_api() {
   static const DlExchangeApi* known = nullptr;
@@ -127,9 +120,19 @@ const DlExchangeApi* torch_exchange_api() {
 
 }  // namespace
 
-bool is_torch(nb::handle object) {
-  PyTypeObject* type = torch_tensor_type();
-  return type != nullptr && PyObject_TypeCheck(object.ptr(), type) != 0;
+std::string text_of(nb::python_error& error) {
+  const nb::object text = nb::steal(PyObject_Str(error.value().ptr()));
+  if (!text.is_valid()) {
+    PyErr_Clear();
+    return "an exception without a text";
+  }
+  const char* characters = PyUnicode_AsUTF8(text.ptr());
+  if (characters == nullptr) PyErr_Clear();
+  return characters == nullptr ? "an exception without a text" : characters;
+}
+
+bool is_tensor(nb::handle object) {
+  return Py_TYPE(object.ptr()) == torch_tensor_type() || PyObject_CheckBuffer(object.ptr()) != 0;
 }
 
 void* torch_stream(int ordinal) {
@@ -144,22 +147,17 @@ void* torch_stream(int ordinal) {
   return reinterpret_cast<void*>(nb::cast<uintptr_t>(current.attr("cuda_stream")));
 }
 
-ImportedTensor::ImportedTensor(const std::string& label, nb::handle object)
+ImportedTensor::ImportedTensor(const Label& label, nb::handle object, Lifetime lifetime)
     : object_(nb::borrow(object)) {
   try {
-    if (import_buffer(label, object)) {
-      finish(label);
-      return;
+    if (!import_exchanged(label, object, lifetime) && !import_buffer(label, object)) {
+      is_from_torch_ = python::is_torch(object);
+      if (!nb::hasattr(object, "__dlpack__")) {
+        refuse(label, " is of type " + class_name(object) +
+                          ", expected a tensor: an object with __dlpack__ or the buffer protocol");
+      }
+      import_dlpack(label, object);
     }
-    if (import_exchanged(label, object)) {
-      finish(label);
-      return;
-    }
-    if (!nb::hasattr(object, "__dlpack__")) {
-      refuse(label, " is of type " + class_name(object) +
-                        ", expected a tensor: an object with __dlpack__ or the buffer protocol");
-    }
-    import_dlpack(label, object);
     finish(label);
   } catch (...) {
     release();
@@ -175,6 +173,7 @@ ImportedTensor& ImportedTensor::operator=(ImportedTensor&& other) noexcept {
   device_kind_ = other.device_kind_;
   ordinal_ = other.ordinal_;
   is_writable_ = other.is_writable_;
+  is_from_torch_ = other.is_from_torch_;
   buffer_ = other.buffer_;
   has_buffer_ = std::exchange(other.has_buffer_, false);
   managed_ = std::exchange(other.managed_, nullptr);
@@ -192,7 +191,7 @@ void ImportedTensor::release() noexcept {
   }
 }
 
-bool ImportedTensor::import_buffer(const std::string& label, nb::handle object) {
+bool ImportedTensor::import_buffer(const Label& label, nb::handle object) {
   if (!PyObject_CheckBuffer(object.ptr())) return false;
   nb::object exporter = nb::borrow(object);
   if (PyObject_GetBuffer(exporter.ptr(), &buffer_, PyBUF_RECORDS_RO) != 0) {
@@ -233,21 +232,37 @@ bool ImportedTensor::import_buffer(const std::string& label, nb::handle object) 
 
 // A tensor of torch itself, not of a class derived from it, which may be no memory at all. One that
 // needs a gradient goes the other way, where torch refuses it.
-bool ImportedTensor::import_exchanged(const std::string& label, nb::handle object) {
+bool ImportedTensor::import_exchanged(const Label& label, nb::handle object, Lifetime lifetime) {
   PyTypeObject* type = torch_tensor_type();
   if (type == nullptr || Py_TYPE(object.ptr()) != type) return false;
   const DlExchangeApi* api = torch_exchange_api();
-  if (api == nullptr || nb::object(object.attr("requires_grad")).is(Py_True)) return false;
-  DlManagedTensorVersioned* versioned = nullptr;
-  if (api->managed_tensor_from_object(object.ptr(), &versioned) != 0) {
-    PyErr_Clear();  // import_dlpack says why
+  static PyObject* const kNeedsGradient = PyUnicode_InternFromString("requires_grad");
+  if (api == nullptr) return false;
+  const nb::object needs_gradient = nb::steal(PyObject_GetAttr(object.ptr(), kNeedsGradient));
+  if (needs_gradient.ptr() != Py_False) {
+    PyErr_Clear();
     return false;
   }
-  hold(label, versioned);
+  if (lifetime == Lifetime::kOfObject && api->tensor_from_object != nullptr) {
+    DlTensor tensor;
+    if (api->tensor_from_object(object.ptr(), &tensor) != 0) {
+      PyErr_Clear();  // import_dlpack says why
+      return false;
+    }
+    take(label, tensor);
+  } else {
+    DlManagedTensorVersioned* versioned = nullptr;
+    if (api->managed_tensor_from_object(object.ptr(), &versioned) != 0) {
+      PyErr_Clear();
+      return false;
+    }
+    hold(label, versioned);
+  }
+  is_from_torch_ = true;
   return true;
 }
 
-void ImportedTensor::hold(const std::string& label, DlManagedTensorVersioned* versioned) {
+void ImportedTensor::hold(const Label& label, DlManagedTensorVersioned* versioned) {
   versioned_ = versioned;
   if (versioned->version.major != 1) {
     refuse(label,
@@ -257,7 +272,7 @@ void ImportedTensor::hold(const std::string& label, DlManagedTensorVersioned* ve
   take(label, versioned->tensor);
 }
 
-void ImportedTensor::import_dlpack(const std::string& label, nb::handle object) {
+void ImportedTensor::import_dlpack(const Label& label, nb::handle object) {
   nb::object capsule;
   try {
     nb::object exporter = nb::borrow(object);
@@ -301,7 +316,7 @@ void ImportedTensor::import_dlpack(const std::string& label, nb::handle object) 
   }
 }
 
-void ImportedTensor::take(const std::string& label, const DlTensor& tensor) {
+void ImportedTensor::take(const Label& label, const DlTensor& tensor) {
   switch (tensor.device.type) {
     case kDlCpu:
     case kDlCudaHost:
@@ -334,7 +349,7 @@ void ImportedTensor::take(const std::string& label, const DlTensor& tensor) {
   }
 }
 
-void ImportedTensor::finish(const std::string& label) {
+void ImportedTensor::finish(const Label& label) {
   // Where an axis has at most one element its stride says nothing and may be anything.
   int64_t packed = 1;
   const bool is_empty = view_.num_elements() == 0;
@@ -359,16 +374,19 @@ void ImportedTensor::finish(const std::string& label) {
   }
 }
 
-void ImportedTensor::require_writable(const std::string& label) const {
+void ImportedTensor::require_writable(const Label& label) const {
   if (!is_writable_) refuse(label, " is read-only, expected a tensor that can be written");
-  std::vector<std::pair<int64_t, int64_t>> axes;  // stride, extent
+  if (view_.num_elements() == 0) return;
+  std::array<std::pair<int64_t, int64_t>, kMaxRank> axes;  // stride, extent
+  size_t num_axes = 0;
   for (size_t axis = 0; axis < static_cast<size_t>(view_.rank); ++axis) {
-    if (view_.shape[axis] > 1) axes.emplace_back(view_.stride[axis], view_.shape[axis]);
+    if (view_.shape[axis] > 1) axes[num_axes++] = {view_.stride[axis], view_.shape[axis]};
   }
-  std::sort(axes.begin(), axes.end());
+  std::sort(axes.begin(), axes.begin() + static_cast<std::ptrdiff_t>(num_axes));
   int64_t reach = 1;  // elements from the first to the last of the axes so far
-  for (const auto& [stride, extent] : axes) {
-    if (view_.num_elements() > 0 && stride < reach) {
+  for (size_t axis = 0; axis < num_axes; ++axis) {
+    const auto& [stride, extent] = axes[axis];
+    if (stride < reach) {
       refuse(label, " = " + to_string(view_) + " has elements that may share memory");
     }
     reach += stride * (extent - 1);

@@ -16,6 +16,8 @@
 #include "fovea/implementation.h"
 #include "fovea/version.h"
 #include "python/src/exported_tensor.h"
+#include "python/src/memory.h"
+#include "python/src/operator_function.h"
 #include "python/src/params.h"
 #include "python/src/python_call_tensors.h"
 #include "python/src/serving.h"
@@ -29,19 +31,7 @@ namespace {
 // Threads of calls on the CPU; 0: every hardware thread.
 std::atomic<int> num_threads{0};
 
-// What call() returns: results by name, what was not used, the implementation.
-nb::tuple call(const std::string& op, nb::dict tensors, nb::dict params, nb::dict out,
-               nb::sequence unwanted, nb::object impl, nb::object stream) {
-  PythonCallTensors bound(op, std::move(tensors), std::move(out), std::move(unwanted),
-                          std::move(stream));
-  Options options;
-  if (!impl.is_none()) options.implementation = nb::cast<std::string>(impl);
-  const CallOutcome outcome =
-      call_operator(op, bound, to_params(op, params), bound.device(num_threads), options);
-  return nb::make_tuple(bound.results(), outcome.notes, outcome.implementation.name);
-}
-
-// What call() would return for tensors of these types and shapes.
+// What an operator returns for tensors of these types and shapes.
 nb::tuple result_shapes(const std::string& op, const nb::dict& tensors, const nb::dict& params,
                         const nb::sequence& unwanted) {
   ShapeCallTensors shapes(op, tensors, unwanted);
@@ -63,6 +53,8 @@ nb::list implementations(const std::string& op) {
 }
 
 }  // namespace
+
+int thread_limit() { return num_threads; }
 
 Device device_of(const std::string& name) { return parse_device(name, num_threads); }
 
@@ -124,14 +116,12 @@ NB_MODULE(_native, module) {
       "version", [] { return std::string(fovea::version()); }, "major.minor.patch");
   module.def("register_errors", &register_errors, nb::arg("classes"), nb::arg("base"),
              "Sets the exception classes by error code, and the class of every other code.");
-  module.def("call", &call, nb::arg("op"), nb::arg("tensors"), nb::arg("params"), nb::arg("out"),
-             nb::arg("unwanted"), nb::arg("impl").none(), nb::arg("stream").none(),
-             "Runs an operator: (results by name, notes, implementation).");
   module.def("result_shapes", &result_shapes, nb::arg("op"), nb::arg("tensors"), nb::arg("params"),
              nb::arg("unwanted"),
              "Results that an operator has for tensors given as (type, shape), None for absent: "
              "([(name, type, shape)], names of the tensors that it updates).");
-  module.def("callable_operators", &fovea::callable_operators, "Names that call() knows.");
+  module.def("callable_operators", &fovea::callable_operators,
+             "Names that OperatorFunction takes.");
   module.def("implementations", &implementations, nb::arg("op"),
              "Implementations of an operator, best first: (name, device, available, reason).");
   module.def("check_device", &check_device, nb::arg("device"),
@@ -140,6 +130,8 @@ NB_MODULE(_native, module) {
              "Threads of calls on the CPU; 0: every hardware thread.");
   module.def(
       "num_threads", [] { return num_threads.load(); }, "What set_num_threads() was given.");
+  bind_operator_functions(module);
+  bind_memory(module);
   bind_exported_tensor(module);
   bind_pools(module);
   bind_dsa_backend(module);

@@ -1,5 +1,7 @@
 #include "python/src/params.h"
 
+#include <nanobind/stl/string.h>
+
 #include <cmath>
 
 #include "fovea/error.h"
@@ -14,8 +16,20 @@ namespace {
                                                ", expected a number, a flag or a word");
 }
 
-// A flag, an integer, a number or a word; numpy's scalars count as numbers.
-Json to_json(const std::string& label, nb::handle value) {
+// The value as `read` takes it, or null where it is of another kind.
+template <class Read>
+bool reads(Read read) {
+  try {
+    read();
+    return true;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+}  // namespace
+
+Json to_param(const std::string& label, nb::handle value) {
   PyObject* object = value.ptr();
   if (PyBool_Check(object)) return Json(object == Py_True);
   if (PyUnicode_Check(object)) return Json(nb::cast<std::string>(value));
@@ -43,25 +57,12 @@ Json to_json(const std::string& label, nb::handle value) {
   return Json(number);
 }
 
-// The value as `read` takes it, or null where it is of another kind.
-template <class Read>
-bool reads(Read read) {
-  try {
-    read();
-    return true;
-  } catch (const Error&) {
-    return false;
-  }
-}
-
-}  // namespace
-
 Json to_params(const std::string& label, const nb::dict& params) {
   Json result = Json::object();
   for (const auto& [key, value] : params) {
     if (value.is_none()) continue;
     const auto name = nb::cast<std::string>(key);
-    result.set(name, to_json(label + ": " + name, value));
+    result.set(name, to_param(label + ": " + name, value));
   }
   return result;
 }

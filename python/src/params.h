@@ -12,8 +12,12 @@
 
 namespace fovea::python {
 
-/// Keyword arguments as a JSON object; None stands for absent. Throws Error(kInvalidArgument) under
-/// "<label>: <name>" for what is neither a flag, an integer, a finite number nor a word.
+/// A flag, an integer, a finite number or a word; numpy's scalars count as numbers. Throws
+/// Error(kInvalidArgument) under the label for anything else.
+Json to_param(const std::string& label, nanobind::handle value);
+
+/// Keyword arguments as a JSON object; None stands for absent. Throws what to_param()
+/// does, under "<label>: <name>".
 Json to_params(const std::string& label, const nanobind::dict& params);
 
 /// Reads parameters into the fields of a struct, which keep their value where none is given:

@@ -1,10 +1,13 @@
 #include "python/src/python_call_tensors.h"
 
+#include <nanobind/stl/string.h>
+
 #include <algorithm>
+#include <array>
 #include <utility>
 
-#include "fovea/device_memory.h"
 #include "fovea/error.h"
+#include "python/src/workspaces.h"
 
 namespace nb = nanobind;
 
@@ -15,37 +18,69 @@ std::string device_name(DeviceKind kind, int ordinal) {
   return kind == DeviceKind::kCpu ? "cpu" : "cuda:" + std::to_string(ordinal);
 }
 
-nb::object make_numpy(DType dtype, const nb::tuple& shape) {
-  const nb::module_ numpy = nb::module_::import_("numpy");
-  nb::object type;
-  switch (dtype) {
-    case DType::kBf16:
-      type = nb::module_::import_("ml_dtypes").attr("bfloat16");
-      break;
-    case DType::kF32:
-      type = nb::str("float32");
-      break;
-    case DType::kI32:
-      type = nb::str("int32");
-      break;
-    case DType::kI64:
-      type = nb::str("int64");
-      break;
-    default:
-      type = nb::str("uint8");
+constexpr std::array<DType, 5> kTypes = {DType::kU8, DType::kI32, DType::kI64, DType::kF32,
+                                         DType::kBf16};
+
+// How a package makes a tensor of zeros. Looked up once; modules that are imported stay.
+class Maker {
+ public:
+  Maker(const char* module, const char* bf16_module, const char* bf16)
+      : zeros_(nb::module_::import_(module).attr("zeros")) {
+    const nb::module_ types = nb::module_::import_(module);
+    for (const DType dtype : kTypes) {
+      const char* name = dtype == DType::kU8    ? "uint8"
+                         : dtype == DType::kI32 ? "int32"
+                         : dtype == DType::kI64 ? "int64"
+                                                : "float32";
+      types_.push_back(dtype == DType::kBf16 ? nb::module_::import_(bf16_module).attr(bf16)
+                                             : nb::object(types.attr(name)));
+    }
   }
-  return numpy.attr("zeros")(shape, type);
+
+  static const Maker& numpy() {
+    static const auto* maker = new Maker("numpy", "ml_dtypes", "bfloat16");
+    return *maker;
+  }
+  static const Maker& torch() {
+    static const auto* maker = new Maker("torch", "torch", "bfloat16");
+    return *maker;
+  }
+
+  nb::object operator()(DType dtype, const nb::tuple& shape) const {
+    return zeros_(shape, nb::arg("dtype") = type(dtype));
+  }
+  nb::object operator()(DType dtype, const nb::tuple& shape, const std::string& device) const {
+    return zeros_(shape, nb::arg("dtype") = type(dtype),
+                  nb::arg("device") = nb::str(device.c_str()));
+  }
+
+ private:
+  const nb::object& type(DType dtype) const {
+    return types_[static_cast<size_t>(std::find(kTypes.begin(), kTypes.end(), dtype) -
+                                      kTypes.begin())];
+  }
+
+  nb::object zeros_;
+  std::vector<nb::object> types_;
+};
+
+const NamedTensor* find_in(const std::vector<NamedTensor>& tensors, std::string_view name) {
+  for (const NamedTensor& entry : tensors) {
+    if (entry.name == name) return &entry;
+  }
+  return nullptr;
 }
 
-nb::object make_torch(DType dtype, const nb::tuple& shape, const std::string& device) {
-  const nb::module_ torch = nb::module_::import_("torch");
-  const char* type = dtype == DType::kBf16  ? "bfloat16"
-                     : dtype == DType::kF32 ? "float32"
-                     : dtype == DType::kI32 ? "int32"
-                     : dtype == DType::kI64 ? "int64"
-                                            : "uint8";
-  return torch.attr("zeros")(shape, nb::arg("dtype") = torch.attr(type),
-                             nb::arg("device") = nb::str(device.c_str()));
+std::vector<std::string> names_of(const std::vector<NamedTensor>& tensors) {
+  std::vector<std::string> names;
+  for (const NamedTensor& entry : tensors) names.push_back(entry.name);
+  return names;
+}
+
+// Whether an exception of Python says that there is not enough memory.
+bool is_out_of_memory(const nb::python_error& error) {
+  if (error.matches(PyExc_MemoryError)) return true;
+  return std::string_view(Py_TYPE(error.value().ptr())->tp_name).ends_with("OutOfMemoryError");
 }
 
 }  // namespace
@@ -53,34 +88,39 @@ nb::object make_torch(DType dtype, const nb::tuple& shape, const std::string& de
 PythonCallTensors::PythonCallTensors(std::string op, nb::dict inputs, nb::dict given,
                                      nb::sequence unwanted, nb::object stream)
     : op_(std::move(op)), stream_(std::move(stream)) {
-  const auto import = [&](const nb::dict& source, std::map<std::string, ImportedTensor>& target) {
+  const auto add_all = [&](const nb::dict& source, std::vector<NamedTensor>* target) {
     for (const auto& [key, object] : source) {
-      if (object.is_none()) continue;
-      const auto name = nb::cast<std::string>(key);
-      place(name, target.try_emplace(name, label(name), object).first->second);
+      if (!object.is_none()) add(nb::cast<std::string>(key), object, target);
     }
   };
-  import(inputs, inputs_);
-  import(given, given_);
-  for (const auto& [name, tensor] : given_) {
-    tensor.require_writable(label(name));
-    results_[name.c_str()] = tensor.object();
-  }
+  add_all(inputs, &inputs_);
+  add_all(given, &given_);
+  require_writable_results();
   for (const nb::handle name : unwanted) unwanted_.push_back(nb::cast<std::string>(name));
 }
 
-void PythonCallTensors::place(const std::string& name, const ImportedTensor& tensor) {
-  uses_torch_ = uses_torch_ || is_torch(tensor.object());
+void PythonCallTensors::add(std::string_view name, nb::handle object,
+                            std::vector<NamedTensor>* tensors) {
+  tensors->push_back({std::string(name), ImportedTensor(label(name), object, lifetime_)});
+  place(name, tensors->back().tensor);
+}
+
+void PythonCallTensors::place(std::string_view name, const ImportedTensor& tensor) {
+  uses_torch_ = uses_torch_ || tensor.is_from_torch();
   if (placed_by_.empty()) {
     device_kind_ = tensor.device_kind();
     ordinal_ = tensor.ordinal();
     placed_by_ = name;
   } else if (device_kind_ != tensor.device_kind() || ordinal_ != tensor.ordinal()) {
     throw Error(ErrorCode::kInvalidArgument,
-                label(name) + " is on " + device_name(tensor.device_kind(), tensor.ordinal()) +
-                    " and " + placed_by_ + " on " + device_name(device_kind_, ordinal_) +
-                    ", expected one device");
+                label(name).text() + " is on " +
+                    device_name(tensor.device_kind(), tensor.ordinal()) + " and " + placed_by_ +
+                    " on " + device_name(device_kind_, ordinal_) + ", expected one device");
   }
+}
+
+void PythonCallTensors::require_writable_results() const {
+  for (const NamedTensor& entry : given_) entry.tensor.require_writable(label(entry.name));
 }
 
 Device PythonCallTensors::device(int num_threads) const {
@@ -89,7 +129,7 @@ Device PythonCallTensors::device(int num_threads) const {
     return Device::cuda(ordinal_);
   } catch (const Error& error) {
     const std::string text = error.what();
-    throw Error(error.code(), label(placed_by_) + " is on a GPU" +
+    throw Error(error.code(), label(placed_by_).text() + " is on a GPU" +
                                   text.substr(std::min(text.find(": "), text.size())));
   }
 }
@@ -98,97 +138,139 @@ void PythonCallTensors::require_device(const Device& expected) const {
   const bool is_there = expected.kind == device_kind_ &&
                         (device_kind_ == DeviceKind::kCpu || expected.ordinal == ordinal_);
   if (is_there || placed_by_.empty()) return;
-  throw Error(ErrorCode::kInvalidArgument, label(placed_by_) + " is on " +
+  throw Error(ErrorCode::kInvalidArgument, label(placed_by_).text() + " is on " +
                                                device_name(device_kind_, ordinal_) + ", expected " +
                                                to_string(expected));
 }
 
-std::vector<std::string> PythonCallTensors::names() const {
-  std::vector<std::string> names;
-  for (const auto& [name, tensor] : inputs_) names.push_back(name);
-  return names;
-}
+std::vector<std::string> PythonCallTensors::names() const { return names_of(inputs_); }
 
 ConstTensorView PythonCallTensors::find(const std::string& name) const {
-  const auto found = inputs_.find(name);
-  return found == inputs_.end() ? ConstTensorView{} : ConstTensorView(found->second.view());
+  const NamedTensor* found = find_in(inputs_, name);
+  return found == nullptr ? ConstTensorView{} : ConstTensorView(found->tensor.view());
 }
 
 const int32_t* PythonCallTensors::values(const std::string& name) {
   if (device_kind_ != DeviceKind::kCpu) {
     throw Error(ErrorCode::kUnsupported,
-                label(name) + " is on " + device_name(device_kind_, ordinal_) +
+                label(name).text() + " is on " + device_name(device_kind_, ordinal_) +
                     ", but the shape of a result follows from its elements, and no call waits for "
                     "a GPU; pass it on the CPU with the other tensors");
   }
-  return static_cast<const int32_t*>(inputs_.at(name).view().data);
+  return static_cast<const int32_t*>(find(name).data);
 }
 
-std::vector<std::string> PythonCallTensors::given_outputs() const {
-  std::vector<std::string> names;
-  for (const auto& [name, tensor] : given_) names.push_back(name);
-  return names;
-}
+std::vector<std::string> PythonCallTensors::given_outputs() const { return names_of(given_); }
 
 void PythonCallTensors::expect_outputs(std::initializer_list<std::string_view> names) const {
-  for (const auto& [name, tensor] : given_) {
-    if (std::find(names.begin(), names.end(), name) != names.end()) continue;
+  for (const NamedTensor& entry : given_) {
+    if (std::find(names.begin(), names.end(), entry.name) != names.end()) continue;
     std::string known;
-    for (const std::string_view entry : names) {
-      known += (known.empty() ? "" : ", ") + std::string(entry);
+    for (const std::string_view name : names) {
+      known += (known.empty() ? "" : ", ") + std::string(name);
     }
     throw Error(ErrorCode::kInvalidArgument,
-                op_ + ": unknown output '" + name + "'; it has: " + known);
+                op_ + ": unknown output '" + entry.name + "'; it has: " + known);
   }
 }
 
+bool PythonCallTensors::is_given(std::string_view name) const {
+  return find_in(given_, name) != nullptr;
+}
+
 TensorView PythonCallTensors::given_output(const std::string& name) const {
-  const auto found = given_.find(name);
-  return found == given_.end() ? TensorView{} : found->second.view();
+  const NamedTensor* found = find_in(given_, name);
+  return found == nullptr ? TensorView{} : found->tensor.view();
 }
 
 bool PythonCallTensors::wants(const std::string& name) const {
   return std::find(unwanted_.begin(), unwanted_.end(), name) == unwanted_.end();
 }
 
+nb::object PythonCallTensors::make(DType dtype, const nb::tuple& shape) const {
+  if (!uses_torch_) return Maker::numpy()(dtype, shape);
+  const std::string device = device_name(device_kind_, ordinal_);
+  if (device_kind_ == DeviceKind::kCpu || stream_.is_none()) {
+    return Maker::torch()(dtype, shape, device);
+  }
+  // Made where it is used: the zeros come before the results, and torch gives the memory to nobody
+  // before that stream is done with it.
+  const nb::object cuda = nb::module_::import_("torch").attr("cuda");
+  const nb::object place = cuda.attr("ExternalStream")(stream_, nb::arg("device") = device);
+  const nb::object context = cuda.attr("stream")(place);
+  context.attr("__enter__")();
+  struct Leave {
+    const nb::object& context;
+    ~Leave() {
+      nb::error_scope keep;
+      try {
+        context.attr("__exit__")(nb::none(), nb::none(), nb::none());
+      } catch (nb::python_error&) {
+        // The stream that was current could not be set again; the next call of torch says so.
+      }
+    }
+  } leave{context};
+  return Maker::torch()(dtype, shape, device);
+}
+
 TensorView PythonCallTensors::output(const std::string& name, DType dtype,
                                      const std::vector<int64_t>& shape) {
-  nb::list extents;
-  for (const int64_t extent : shape) extents.append(extent);
-  const nb::tuple as_tuple(extents);
   if (device_kind_ == DeviceKind::kCuda && !uses_torch_) {
     throw Error(ErrorCode::kInvalidArgument,
-                label(name) +
+                label(name).text() +
                     " is not given, and no tensor of torch says how to make it on a GPU; "
                     "pass it as out");
   }
-  const nb::object object = uses_torch_
-                                ? make_torch(dtype, as_tuple, device_name(device_kind_, ordinal_))
-                                : make_numpy(dtype, as_tuple);
-  results_[name.c_str()] = object;
-  return provided_.try_emplace(name, label(name), object).first->second.view();
+  const nb::tuple extents =
+      nb::steal<nb::tuple>(PyTuple_New(static_cast<Py_ssize_t>(shape.size())));
+  for (size_t axis = 0; axis < shape.size(); ++axis) {
+    PyTuple_SET_ITEM(extents.ptr(), static_cast<Py_ssize_t>(axis),
+                     PyLong_FromLongLong(shape[axis]));
+  }
+  nb::object object;
+  try {
+    object = make(dtype, extents);
+  } catch (nb::python_error& error) {
+    if (!is_out_of_memory(error)) throw;
+    throw Error(ErrorCode::kOutOfMemory,
+                label(name).text() + " could not be made: " + text_of(error));
+  }
+  provided_.push_back({name, ImportedTensor(label(name), object, lifetime_)});
+  return provided_.back().tensor.view();
 }
 
 TensorView PythonCallTensors::update(const std::string& name) {
-  const ImportedTensor& tensor = inputs_.at(name);
+  const ImportedTensor& tensor = find_in(inputs_, name)->tensor;
   tensor.require_writable(label(name));
   return tensor.view();
 }
 
+nb::object PythonCallTensors::result(std::string_view name) const {
+  const NamedTensor* found = find_in(given_, name);
+  if (found == nullptr) found = find_in(provided_, name);
+  return found == nullptr ? nb::none() : found->tensor.object();
+}
+
+nb::dict PythonCallTensors::results() const {
+  nb::dict results;
+  for (const auto* tensors : {&given_, &provided_}) {
+    for (const NamedTensor& entry : *tensors) results[entry.name.c_str()] = entry.tensor.object();
+  }
+  return results;
+}
+
+Stream PythonCallTensors::stream() const {
+  if (device_kind_ == DeviceKind::kCpu) return {};
+  if (!stream_.is_none()) return {reinterpret_cast<void*>(nb::cast<uintptr_t>(stream_))};
+  return {uses_torch_ ? torch_stream(ordinal_) : nullptr};
+}
+
 void PythonCallTensors::run(size_t workspace_bytes,
                             const std::function<void(Workspace, Stream)>& work) {
-  Stream stream;
-  if (device_kind_ == DeviceKind::kCuda) {
-    if (!stream_.is_none()) {
-      stream.handle = reinterpret_cast<void*>(nb::cast<uintptr_t>(stream_));
-    } else if (uses_torch_) {
-      stream.handle = torch_stream(ordinal_);
-    }
-  }
-  const Device where = device(1);
+  const Stream on = stream();
   const nb::gil_scoped_release release;
-  DeviceBuffer workspace(where, workspace_bytes, stream);
-  work(workspace.workspace(), stream);
+  const WorkspaceLease lease({device_kind_, ordinal_, 1}, workspace_bytes, on);
+  work(lease.workspace(), on);
 }
 
 }  // namespace fovea::python

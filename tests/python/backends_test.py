@@ -240,13 +240,16 @@ class DsaTest(Case):
             self.forward(rows, out=(np.zeros((2, 2, 511), BF16), None))
         with self.assertRaisesRegex(fovea.InvalidArgument, "unknown output 'result'"):
             self.forward(rows, out={"result": good})
-        frozen = self.kv_pool.numpy().copy()
-        frozen.flags.writeable = False
-        with self.assertRaisesRegex(fovea.InvalidArgument, "kv_pool is read-only"):
-            self.backend.forward(frozen, self.index_pool, 0.1, **rows, **self.layer)
         for view, expected in zip((self.kv_pool, self.index_pool), before):
             self.assert_same(view.numpy(), expected)
         self.assert_same(self.forward(rows)[0], good)  # the step is still current
+
+    def test_a_read_only_pool_is_refused(self):
+        self.backend.begin_step(**self.batch.step("decode", [4, 4], [1, 1]))
+        frozen = self.kv_pool.numpy().copy()
+        frozen.flags.writeable = False
+        with self.assertRaisesRegex(fovea.InvalidArgument, "kv_pool is read-only"):
+            self.backend.forward(frozen, self.index_pool, 0.1, **self.rows(2), **self.layer)
 
     def test_out_is_written_and_a_profile_lists_the_calls(self):
         self.backend.begin_step(**self.batch.step("decode", [4, 4], [1, 1]))

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import pathlib
 import resource
 import unittest
 import warnings
@@ -203,7 +204,7 @@ def heap_kib():
 
 
 def resident_kib():
-    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() // 1024
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // 1024
 
 
 class FullMemoryTest(Case):

@@ -133,24 +133,5 @@ class TorchBackendTest(Case):
             self.assert_same(to_numpy(pool), case.pools[name])
 
 
-@unittest.skipUnless(torch is not None and fovea.available("topk_select", "cuda")[0], "torch or a GPU is missing")
-class TorchCudaTest(Case):
-    def test_every_operator_on_the_current_stream(self):
-        sized_by_contents = {"metadata_refresh", "build_swa_indices", "context_split"}
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for op, arguments in legal_calls().items():
-                if op in sized_by_contents:
-                    continue
-                with self.subTest(op):
-                    tensors = {name: value.cuda() if isinstance(value, torch.Tensor) else value
-                               for name, value in ((n, to_torch(v)) for n, v in arguments.items())}  # fmt: skip
-                    expected = results_of(getattr(fovea, op)(**arguments))
-                    for mine, other in zip(results_of(getattr(fovea, op)(**tensors)), expected):
-                        self.assertEqual(mine.device.type, "cuda")
-                        self.assertEqual(tuple(mine.shape), other.shape)
-                        if op != "index_logits":  # columns outside a row are unspecified
-                            self.assert_close(to_numpy(mine.cpu()), other, 2e-2)
-
-
 if __name__ == "__main__":
     unittest.main()
