@@ -101,8 +101,7 @@ PythonCallTensors::PythonCallTensors(std::string op, nb::dict inputs, nb::dict g
 
 void PythonCallTensors::add(std::string_view name, nb::handle object,
                             std::vector<NamedTensor>* tensors) {
-  tensors->push_back({std::string(name), ImportedTensor(label(name), object, lifetime_)});
-  place(name, tensors->back().tensor);
+  place(name, tensors->emplace_back(label(name), object, lifetime_).tensor);
 }
 
 void PythonCallTensors::place(std::string_view name, const ImportedTensor& tensor) {
@@ -235,8 +234,7 @@ TensorView PythonCallTensors::output(const std::string& name, DType dtype,
     throw Error(ErrorCode::kOutOfMemory,
                 label(name).text() + " could not be made: " + text_of(error));
   }
-  provided_.push_back({name, ImportedTensor(label(name), object, lifetime_)});
-  return provided_.back().tensor.view();
+  return provided_.emplace_back(label(name), object, lifetime_).tensor.view();
 }
 
 TensorView PythonCallTensors::update(const std::string& name) {

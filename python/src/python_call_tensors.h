@@ -19,6 +19,9 @@ int thread_limit();
 
 /// A tensor under the name of its argument.
 struct NamedTensor {
+  NamedTensor(const Label& label, nanobind::handle object, Lifetime lifetime)
+      : name(label.name), tensor(label, object, lifetime) {}
+
   std::string name;
   ImportedTensor tensor;
 };
