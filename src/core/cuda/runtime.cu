@@ -66,6 +66,18 @@ const Machine& machine() {
   return found;
 }
 
+// What a capture in any thread forbids otherwise and what disturbs none, as it submits nothing.
+class AllowedInCapture {
+ public:
+  AllowedInCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~AllowedInCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  AllowedInCapture(const AllowedInCapture&) = delete;
+  AllowedInCapture& operator=(const AllowedInCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 // A pool of our own, which keeps freed memory for the next allocation; the device's default pool
 // belongs to the application.
 cudaMemPool_t memory_pool(int ordinal) {
@@ -75,6 +87,7 @@ cudaMemPool_t memory_pool(int ordinal) {
   if (pools.size() <= static_cast<size_t>(ordinal)) pools.resize(static_cast<size_t>(ordinal) + 1);
   cudaMemPool_t& pool = pools[static_cast<size_t>(ordinal)];
   if (pool == nullptr) {
+    const AllowedInCapture allowed;  // the first call of a process may be captured
     cudaMemPoolProps props{};
     props.allocType = cudaMemAllocationTypePinned;
     props.location.type = cudaMemLocationTypeDevice;
