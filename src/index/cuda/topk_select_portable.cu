@@ -110,8 +110,9 @@ __device__ void each_key(const Row& row, Use use) {
 }
 
 /// Collects the positions that reach `threshold`, a number, in no order, from the share of `part`
-/// among `parts` blocks; returns how many there are, of which `capacity` are written.
-template <int kThreads>
+/// among `parts` blocks; returns how many there are, of which no more than `capacity` are written.
+/// kKeys: their keys go before them, at positions - capacity.
+template <int kThreads, bool kKeys>
 __device__ uint32_t collect(const Row& row, uint32_t threshold, uint32_t* positions,
                             uint32_t capacity, uint32_t part, uint32_t parts, Shared& shared) {
   constexpr uint32_t kStep = kGroups * kThreads;
@@ -143,9 +144,24 @@ __device__ uint32_t collect(const Row& row, uint32_t threshold, uint32_t* positi
     uint32_t begin = 0;
     if (lane == 0) begin = atomicAdd(&shared.candidates, sum.total);
     uint32_t to = __shfl_sync(0xFFFFFFFF, begin, 0) + sum.before;
-    for (; reaching != 0 && to < capacity; reaching &= reaching - 1, ++to) {
-      const int bit = __ffs(static_cast<int>(reaching)) - 1;
-      positions[to] = row.position(first + bit / 4 * kThreads + lane, bit % 4);
+    if constexpr (kKeys) {
+      // More candidates than there is room for are not looked at.
+      if (to + own > capacity) reaching = 0;
+#pragma unroll
+      for (int j = 0; j < kGroups; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if ((reaching >> (4 * j + i) & 1) == 0) continue;
+          positions[to] = row.position(first + j * kThreads + lane, i);
+          *(positions + to - capacity) = key_of(values[j][i]);
+          ++to;
+        }
+      }
+    } else {
+      for (; reaching != 0 && to < capacity; reaching &= reaching - 1, ++to) {
+        const int bit = __ffs(static_cast<int>(reaching)) - 1;
+        positions[to] = row.position(first + bit / 4 * kThreads + lane, bit % 4);
+      }
     }
   }
   __syncthreads();
@@ -250,12 +266,16 @@ template <int kThreads, bool kParts>
 __device__ bool select_sampled(const Row& row, uint32_t topk, const ScratchSizes& sizes,
                                const Scratch& scratch, const Parts& parts, int64_t t,
                                Shared& shared, Cut& cut) {
+  // Where many rows are under way, their values are no longer near when all are collected; for few
+  // it is faster to read some again than to look for keys at every place.
+  constexpr bool kKeys = kThreads < 1024;
   const uint32_t words = (row.len + 31) / 32;
   if (!sizes.allow(row.len, topk)) return false;
   for (uint32_t i = threadIdx.x; i < bitmap_place(words); i += kThreads) scratch.bitmap[i] = 0;
   if (threadIdx.x == 0) shared.candidates = shared.largest_key = 0;
   uint32_t count = row.len;
   uint32_t threshold = 0;
+  bool has_keys = false;
   if (row.len <= sizes.capacity) {
     for (uint32_t i = threadIdx.x; i < count; i += kThreads) scratch.positions[i] = i;
     __syncthreads();
@@ -274,13 +294,15 @@ __device__ bool select_sampled(const Row& row, uint32_t topk, const ScratchSizes
         if (reaching.bits == 0) try_plateau<kThreads>(row, reaching.base, topk, cut, shared);
         return false;
       }
-      count = collect<kThreads>(row, threshold, scratch.positions, sizes.capacity, 0, 1, shared);
+      count =
+          collect<kThreads, kKeys>(row, threshold, scratch.positions, sizes.capacity, 0, 1, shared);
+      has_keys = kKeys;
     }
     if (count < topk || count > sizes.capacity) return false;
   }
   uint32_t largest = 0;
   for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
-    const uint32_t key = key_of(row.at(scratch.positions[i]));
+    const uint32_t key = has_keys ? scratch.keys[i] : key_of(row.at(scratch.positions[i]));
     scratch.keys[i] = key;
     largest = max(largest, key);
   }
@@ -351,8 +373,8 @@ __global__ void __launch_bounds__(kThreads)
   uint32_t entries = 0;
   if (threshold != 0) {
     uint32_t* const positions = parts.positions + int64_t{blockIdx.x} * parts.capacity;
-    entries = collect<kThreads>(row, threshold, positions, parts.capacity, blockIdx.x % parts.count,
-                                parts.count, shared);
+    entries = collect<kThreads, false>(row, threshold, positions, parts.capacity,
+                                       blockIdx.x % parts.count, parts.count, shared);
   }
   if (threadIdx.x != 0) return;
   parts.thresholds[t] = threshold;  // the same from every block of the row
