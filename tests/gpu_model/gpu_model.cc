@@ -195,13 +195,14 @@ void wait_cluster() {
   if (cluster.barrier.rounds < rounds) stop_until(cluster.barrier, rounds);
 }
 unsigned cluster_rank() { return static_cast<unsigned>(cluster.block - cluster.blocks.data()); }
-const void* of_cluster(const void* own, unsigned rank) {
+void* of_cluster(const void* own, unsigned rank) {
   const Settings& now = settings();
   const auto offset = static_cast<size_t>(static_cast<const unsigned char*>(own) -
                                           static_cast<const unsigned char*>(now.shared_memory));
   if (offset >= now.shared_memory_bytes || rank >= cluster.blocks.size())
     throw std::logic_error("an address that no block of the cluster has");
-  return rank == cluster_rank() ? own : cluster.blocks[rank].memory.data() + offset;
+  return rank == cluster_rank() ? const_cast<void*>(own)
+                                : cluster.blocks[rank].memory.data() + offset;
 }
 
 // Two sets in turn: who shows the next value may be ahead of those that still read this one.

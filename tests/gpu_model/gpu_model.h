@@ -79,7 +79,7 @@ void finish_work(int num_left);  ///< All series but the last ones.
 void arrive_cluster();
 void wait_cluster();
 /// Where block `rank` of the cluster has what this one has at `own` in settings().shared_memory.
-const void* of_cluster(const void* own, unsigned rank);
+void* of_cluster(const void* own, unsigned rank);
 unsigned cluster_rank();
 
 /// Runs every block of a grid, threads x blocks; throws std::logic_error when its threads wait for

@@ -6,15 +6,13 @@
 #define msa_attend_cuda_sm90_decode_preferred msa_attend_decode_model_preferred
 #define msa_attend_cuda_sm90_decode_workspace msa_attend_decode_model_workspace
 #define msa_attend_cuda_sm90_decode msa_attend_decode_model_run
-#include "src/msa/cuda/msa_attend_decode.cu"
+#include "src/msa/cuda/msa_attend_decode_sm90/launch.cu"
 
-namespace fovea::internal::msa {
-namespace {
+namespace fovea::internal::msa::decode {
 
-alignas(1024) thread_local uint8_t memory[160 << 10];  // shared memory of the block that runs
+alignas(1024) thread_local uint8_t memory[256 << 10];  // shared memory of the block that runs
 
-}  // namespace
-}  // namespace fovea::internal::msa
+}  // namespace fovea::internal::msa::decode
 
 #include "tests/gpu_model/msa_attend_model.h"
 
@@ -22,13 +20,13 @@ namespace fovea::test::gpu {
 
 int64_t run_msa_attend_decode(const MsaAttendProblem& problem, const MsaAttendTensors& tensors) {
   const Device device{DeviceKind::kCuda, 0};
-  const int64_t parts = internal::msa::parts_of(problem, device);
+  const int64_t parts = internal::msa::decode::cut_of(problem, device).parts;
   Settings& now = settings();
   now.cluster_blocks = static_cast<unsigned>(parts);
-  now.shared_memory = internal::msa::memory;
-  now.shared_memory_bytes = sizeof(internal::msa::memory);
+  now.shared_memory = internal::msa::decode::memory;
+  now.shared_memory_bytes = sizeof(internal::msa::decode::memory);
   // Nothing is zero by itself.
-  std::memset(internal::msa::memory, 0xFF, sizeof(internal::msa::memory));
+  std::memset(internal::msa::decode::memory, 0xFF, sizeof(internal::msa::decode::memory));
   HostBuffer scratch(internal::msa_attend_decode_model_workspace(problem, device));
   if (scratch.bytes() > 0) std::memset(scratch.data(), 0xFF, scratch.bytes());
   internal::msa_attend_decode_model_run(problem, device, tensors, scratch.workspace(), Stream{});

@@ -22,22 +22,25 @@ TEST_F(MsaAttendDecodeModel, FollowsTheReferenceForEveryShape) {
   expect_reference_for_every_shape();
 }
 
-// From a whole list a block to the largest cluster; the lengths leave the last parts without steps.
+// From a whole list a block to the largest cluster, with one group of warps in a block and with
+// two; the lengths leave the last parts without steps.
 TEST_F(MsaAttendDecodeModel, EveryNumberOfPartsFollowsTheReference) {
-  int64_t parts = 1;
-  for (const int num_sms : {1, 2, 4, 8, 16}) {
-    AttendCase attend(PagedBatch({700, 17}, {1, 1}, 32, 5, 60), 6, 2, 128, 64);
-    attend.has_sink = true;
-    attend.sink = Tensor::f32({6}, test::Rng(4).normals(6, 2));
-    for (int64_t g = 0; g < 2; ++g) {
-      std::vector<int32_t> all(22);
-      std::iota(all.begin(), all.end(), 0);
-      attend.set_list(g, 0, all);
+  for (const int64_t parts : {1, 2, 4, 8, 16}) {
+    for (const bool paired : {false, true}) {
+      SCOPED_TRACE(std::to_string(parts) + (paired ? " paired" : ""));
+      // A tile a part, twice the multiprocessors; or just as many of these.
+      const int64_t topk = paired ? 2 * parts : 64;
+      AttendCase attend(PagedBatch({700, 17}, {1, 1}, 32, 5, 60), 6, 2, 128, topk);
+      attend.has_sink = true;
+      attend.sink = Tensor::f32({6}, test::Rng(4).normals(6, 2));
+      for (int64_t g = 0; g < 2; ++g) {
+        std::vector<int32_t> all(static_cast<size_t>(std::min<int64_t>(22, topk)));
+        std::iota(all.begin(), all.end(), 0);
+        attend.set_list(g, 0, all);
+      }
+      test::gpu::settings().num_sms = static_cast<int>(paired ? 8 * parts : 4 * parts);
+      EXPECT_EQ(expect_reference(attend), parts);
     }
-    test::gpu::settings().num_sms = 4 * num_sms;
-    SCOPED_TRACE(num_sms);
-    EXPECT_EQ(expect_reference(attend), parts);
-    parts *= 2;
   }
 }
 

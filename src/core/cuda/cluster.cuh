@@ -25,29 +25,66 @@ __device__ inline void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-/// What block `rank` of the cluster has where this block has `own`, in shared memory. That block
-/// must have started and not ended: between two barriers of the cluster.
+/// cluster_arrive() that orders nothing but what an Inbox needs.
+__device__ inline void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+/// Where block `rank` of the cluster has what this block has at `own`, in shared memory.
 __device__ inline uint32_t cluster_address(const void* own, uint32_t rank) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(own)), "r"(rank));
   return address;
 }
-__device__ inline float2 load_from_cluster(const float2* own, uint32_t rank) {
-  float2 value;
-  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
-               : "=f"(value.x), "=f"(value.y)
-               : "r"(cluster_address(own, rank))
+
+/// Counts what other blocks send into the shared memory of this one, once.
+struct Inbox {
+  uint64_t state;
+};
+
+/// By one thread, before it comes to a barrier of the cluster, behind which others may send:
+/// `bytes` will arrive, from all blocks together.
+__device__ inline void open_inbox(Inbox& inbox, int bytes) {
+  const uint32_t at = shared_address(&inbox);
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(at) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes)
                : "memory");
-  return value;
 }
-__device__ inline float4 load_from_cluster(const float4* own, uint32_t rank) {
-  float4 value;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-               : "r"(cluster_address(own, rank))
-               : "memory");
-  return value;
+
+/// Stores `value` in block `rank`, which may be this one, where this one has `own`; nobody waits
+/// for it but who waits for that block's inbox.
+__device__ inline void send(const float2& value, float2* own, const Inbox& inbox, uint32_t rank) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::
+          "r"(cluster_address(own, rank)),
+      "f"(value.x), "f"(value.y), "r"(cluster_address(&inbox, rank))
+      : "memory");
 }
+__device__ inline void send(const float4& value, float4* own, const Inbox& inbox, uint32_t rank) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(cluster_address(own, rank)),
+      "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(cluster_address(&inbox, rank))
+      : "memory");
+}
+
+/// Waits until everything has arrived. The block may end behind it, also where what it has sent is
+/// still under way.
+__device__ inline void wait_for_inbox(const Inbox& inbox) {
+  uint32_t over = 0;
+  while (over == 0) {
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n"
+        "selp.u32 %0, 1, 0, p;\n}\n"
+        : "=r"(over)
+        : "r"(shared_address(&inbox))
+        : "memory");
+  }
+}
+
+/// What block `rank` of the cluster has where this block has `own`, in shared memory. That block
+/// must have started and not ended: between two barriers of the cluster.
 __device__ inline uint2 load_from_cluster(const uint2* own, uint32_t rank) {
   uint2 value;
   asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];"

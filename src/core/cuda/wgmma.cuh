@@ -16,6 +16,7 @@
 /// [keys][channels] is B of both products of attention:
 /// * *by rows* (logits, sum over channels): N are the rows, 16 columns are one step;
 /// * *by columns* (values, sum over keys): N are the columns, 16 rows are one step.
+/// The same two ways make it A, of 64 rows or columns.
 ///
 /// Descriptors and layouts: PTX ISA, "Asynchronous warpgroup level matrix instructions".
 namespace fovea::internal::cuda {
@@ -90,7 +91,18 @@ __device__ inline void wgmma_pin(WgmmaSums<kN>& sums) {
   for (float& x : sums.x) asm volatile("" : "+f"(x)::"memory");
 }
 
+/// Stores four 8 x 8 matrices of bf16 turned over: pair i of a lane is row lane / 4, columns
+/// 2 * (lane % 4) and the next of matrix i; lane l names the 16 bytes that become column l % 8 of
+/// matrix l / 8.
+__device__ inline void store_columns(void* column, const uint32_t (&pairs)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   shared_address(column)),
+               "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
+               : "memory");
+}
+
 // Registers %0 .. of the sums, as text and as operands.
+#define FOVEA_TEXT_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define FOVEA_TEXT_32                                                                \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, " \
   "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -115,14 +127,16 @@ __device__ inline void wgmma_pin(WgmmaSums<kN>& sums) {
 #define FOVEA_SUMS_64 FOVEA_SUMS_32(0), FOVEA_SUMS_32(32)
 #define FOVEA_SUMS_128 FOVEA_SUMS_64, FOVEA_SUMS_32(64), FOVEA_SUMS_32(96)
 
-// A from shared memory; operands behind the sums: A, B, whether the sums are kept, side of B.
-#define FOVEA_WGMMA_SHARED(n, text, a, b, keep, side, ...)                                       \
+// A from shared memory; operands behind the sums: A, B, whether the sums are kept, sides of A and
+// B.
+#define FOVEA_WGMMA_SHARED(n, text, a, b, keep, side_a, side_b, ...)                             \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" keep                                         \
                ", 0;\n"                                                                          \
                "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16 {" text "}, %" a ", %" b \
-               ", p, 1, 1, 0, %" side ";\n}\n"                                                   \
+               ", p, 1, 1, %" side_a ", %" side_b ";\n}\n"                                       \
                : __VA_ARGS__                                                                     \
                : "l"(a_matrix.bits), "l"(b_matrix.bits), "r"(keep_sums),                         \
+                 "n"(kSideOfA == PanelSide::kColumns ? 1 : 0),                                   \
                  "n"(kSide == PanelSide::kColumns ? 1 : 0))
 // A from registers; operands behind the sums: the four of A, B, keep, side.
 #define FOVEA_WGMMA_REGISTERS(n, text, a0, a1, a2, a3, b, keep, side, ...)                 \
@@ -134,19 +148,21 @@ __device__ inline void wgmma_pin(WgmmaSums<kN>& sums) {
                : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "l"(b_matrix.bits),   \
                  "r"(keep_sums), "n"(kSide == PanelSide::kColumns ? 1 : 0))
 
-/// s = (keep_sums ? s : 0) + A B for one step of 16, A's rows and B's rows or columns taken from
-/// panels; N is 64, 128 or 256. Asynchronous: `wgmma_fence` before, `wgmma_commit` and `wgmma_wait`
-/// behind. All threads of the warpgroup pass the same arguments.
-template <PanelSide kSide, int kN>
+/// s = (keep_sums ? s : 0) + A B for one step of 16, both taken from panels by their sides; N is
+/// 16, 64, 128 or 256. Asynchronous: `wgmma_fence` before, `wgmma_commit` and `wgmma_wait` behind.
+/// All threads of the warpgroup pass the same arguments.
+template <PanelSide kSide, int kN, PanelSide kSideOfA = PanelSide::kRows>
 __device__ inline void wgmma(WgmmaSums<kN>& s, PanelMatrix a_matrix, PanelMatrix b_matrix,
                              int keep_sums) {
-  static_assert(kN == 64 || kN == 128 || kN == 256);
-  if constexpr (kN == 64) {
-    FOVEA_WGMMA_SHARED("64", FOVEA_TEXT_32, "32", "33", "34", "35", FOVEA_SUMS_32(0));
+  static_assert(kN == 16 || kN == 64 || kN == 128 || kN == 256);
+  if constexpr (kN == 16) {
+    FOVEA_WGMMA_SHARED("16", FOVEA_TEXT_8, "8", "9", "10", "11", "12", FOVEA_SUMS_8(0));
+  } else if constexpr (kN == 64) {
+    FOVEA_WGMMA_SHARED("64", FOVEA_TEXT_32, "32", "33", "34", "35", "36", FOVEA_SUMS_32(0));
   } else if constexpr (kN == 128) {
-    FOVEA_WGMMA_SHARED("128", FOVEA_TEXT_64, "64", "65", "66", "67", FOVEA_SUMS_64);
+    FOVEA_WGMMA_SHARED("128", FOVEA_TEXT_64, "64", "65", "66", "67", "68", FOVEA_SUMS_64);
   } else {
-    FOVEA_WGMMA_SHARED("256", FOVEA_TEXT_128, "128", "129", "130", "131", FOVEA_SUMS_128);
+    FOVEA_WGMMA_SHARED("256", FOVEA_TEXT_128, "128", "129", "130", "131", "132", FOVEA_SUMS_128);
   }
 }
 
@@ -190,6 +206,7 @@ __device__ inline void wgmma_e4m3(WgmmaSums<kN>& s, PanelMatrix a_matrix, PanelM
   }
 }
 
+#undef FOVEA_TEXT_8
 #undef FOVEA_TEXT_32
 #undef FOVEA_TEXT_64
 #undef FOVEA_TEXT_128

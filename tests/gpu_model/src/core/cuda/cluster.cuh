@@ -8,6 +8,24 @@ namespace fovea::internal::cuda {
 inline uint32_t cluster_rank() { return test::gpu::cluster_rank(); }
 inline void cluster_arrive() { test::gpu::arrive_cluster(); }
 inline void cluster_wait() { test::gpu::wait_cluster(); }
+inline void cluster_arrive_relaxed() { test::gpu::arrive_cluster(); }
+
+struct Inbox {
+  uint64_t bytes_left;
+};
+inline void open_inbox(Inbox& inbox, int bytes) {
+  test::gpu::need_alignment(&inbox, 8);
+  inbox.bytes_left = static_cast<uint64_t>(bytes);
+}
+template <class T>
+void send(const T& value, T* own, const Inbox& inbox, uint32_t rank) {
+  test::gpu::need_alignment(own, sizeof(T));
+  std::memcpy(test::gpu::of_cluster(own, rank), &value, sizeof(T));
+  static_cast<Inbox*>(test::gpu::of_cluster(&inbox, rank))->bytes_left -= sizeof(T);
+}
+inline void wait_for_inbox(const Inbox& inbox) {
+  test::gpu::wait_until([&] { return inbox.bytes_left == 0; });
+}
 template <class T>
 T load_from_cluster(const T* own, uint32_t rank) {
   test::gpu::need_alignment(own, sizeof(T));

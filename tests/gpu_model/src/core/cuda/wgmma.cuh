@@ -75,14 +75,16 @@ void multiply_rows(WgmmaSums<kN>& s, const WgmmaRows& a, PanelMatrix b, bool kee
   }
 }
 
-template <PanelSide kSide, int kN>
+template <PanelSide kSide, int kN, PanelSide kSideOfA = PanelSide::kRows>
 void wgmma(WgmmaSums<kN>& s, PanelMatrix a, PanelMatrix b, int keep_sums) {
   test::gpu::start_work([&s, a, b, keep_sums] {
     WgmmaRows rows;
     const int row = static_cast<int>(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4);
-    for (int k = 0; k < 16; ++k) {
-      rows.x[0][k] = a.at(row, k);
-      rows.x[1][k] = a.at(row + 8, k);
+    for (int half = 0; half < 2; ++half) {
+      for (int k = 0; k < 16; ++k) {
+        const int m = row + 8 * half;
+        rows.x[half][k] = kSideOfA == PanelSide::kRows ? a.at(m, k) : a.at(k, m);
+      }
     }
     multiply_rows<kSide>(s, rows, b, keep_sums != 0);
   });
@@ -114,6 +116,24 @@ void wgmma_e4m3(WgmmaSums<kN>& s, PanelMatrix a, PanelMatrix b, int keep_sums) {
       s.x[i] = sum;
     }
   });
+}
+
+inline void store_columns(void* column, const uint32_t (&pairs)[4]) {
+  struct Shown {
+    void* column;
+    uint32_t pairs[4];
+  };
+  test::gpu::need_alignment(column, 16);
+  Shown own{column, {pairs[0], pairs[1], pairs[2], pairs[3]}};
+  const test::gpu::Exchange<Shown> shown(own);
+  const unsigned lane = threadIdx.x % 32;
+  for (unsigned i = 0; i < 4; ++i) {
+    for (unsigned e = 0; e < 2; ++e) {
+      auto* const to =
+          static_cast<uint16_t*>(shown.from(8 * i + 2 * (lane % 4) + e).column) + lane / 4;
+      *to = static_cast<uint16_t>(pairs[i] >> (16 * e));
+    }
+  }
 }
 
 }  // namespace fovea::internal::cuda

@@ -1,0 +1,630 @@
+#pragma once
+
+#include <algorithm>
+
+#include "src/core/cuda/cached_copy.cuh"
+#include "src/core/cuda/cluster.cuh"
+#include "src/msa/cuda/msa_attend_decode_sm90/config.h"
+#include "src/msa/cuda/msa_attend_decode_sm90/lists.cuh"
+
+// Products stand on their side: logits are keys times queries, [64 tokens][16 heads], sums are
+// values times weights, [channels][16 heads], so that 16 heads fill the tensor cores and a thread
+// has 16 sums. Warp w of a group has tokens 16 w .. 16 w + 15 of a tile: it copies their rows and
+// weighs them; only the sums go over the tokens of all warps.
+//
+// Lane (g, c) = (lane / 4, lane % 4) of warp w has, for heads 8 j + 2 c + e in place 2 j + e:
+//   logits  tokens 16 w + g and + 8
+//   sums    channels 64 p + 16 w + g and + 8 of panel p
+namespace fovea::internal::msa::decode {
+
+using cuda::PanelMatrix;
+using cuda::PanelSide;
+using cuda::WgmmaSums;
+
+constexpr int kPlaces = 4;  // heads of a lane
+
+// The steps [first, end) of a list, four at a time, one of them the warp's.
+class TileWalk {
+ public:
+  __device__ TileWalk(const AttendParams& params, const MsaRow& row, const ListMemory& list,
+                      int warp, int first, int end)
+      : params_(params),
+        list_(list),
+        warp_(warp),
+        block_((first + warp) / params.steps_per_block),
+        index_((first + warp) % params.steps_per_block),
+        left_(end - first) {
+    end_token_ = row.kv_len;
+    if (params.causal && row.position < end_token_) {
+      end_token_ = static_cast<int32_t>(row.position) + 1;
+    }
+  }
+  __device__ bool done() const { return left_ <= 0; }
+  // max_pages * block_size fits 32 bits.
+  __device__ Step step() const {
+    if (warp_ >= left_) return {0, 0, 0};
+    const int token = index_ * kStepKeys;
+    const int seen =
+        min(end_token_ - list_.blocks[block_] * params_.block_size, params_.block_size);
+    return {list_.pages[block_], token, min(seen - token, kStepKeys)};
+  }
+  __device__ void advance() {
+    left_ -= kGroupWarps;
+    index_ += kGroupWarps;
+    while (index_ >= params_.steps_per_block) {
+      index_ -= params_.steps_per_block;
+      ++block_;
+    }
+  }
+
+ private:
+  const AttendParams& params_;
+  const ListMemory& list_;
+  int warp_, block_, index_, left_;
+  int32_t end_token_;
+};
+
+// A warpgroup's share of a row and KV head. Its weights are relative to references that follow the
+// largest logits by more than kSlack only: few tiles change old sums.
+template <int kDim, bool kOnce>
+class GroupWork {
+  using Memory = GroupMemory<kDim>;
+  using OneTile = Tile<kDim>;
+  static constexpr int kPanels = OneTile::kPanels;
+  static constexpr int kUnits = kDim / 8;
+  static constexpr int kUnitBytes = 16;
+  static constexpr int kTokens = kWarpThreads / kUnits;  // that a warp copies at a time
+  static constexpr int kTurns = 8 / kTokens;             // after which places repeat
+  static constexpr float kSlack = 8;                     // weights up to 2^8
+
+ public:
+  __device__ GroupWork(const AttendParams& params, Memory& shared)
+      : params_(params), shared_(shared) {}
+
+  // Before anything else.
+  __device__ void prepare(int64_t kv_head) {
+    const int lane = threadIdx.x % kWarpThreads;
+    // The exchange tells the compiler that it is the same in all lanes.
+    warp_ = __shfl_sync(0xFFFFFFFF, threadIdx.x % kGroupThreads / kWarpThreads, 0);
+    if constexpr (kOnce) policy_ = cuda::cache_policy_once();
+    unit_ = lane % kUnits;
+    token_ = lane / kUnits;
+    row_at_ =
+        unit_ / 8 * OneTile::kPanelBytes + (warp_ * kStepKeys + token_) * cuda::kPanelRowBytes;
+#pragma unroll
+    for (int i = 0; i < kTurns; ++i) {
+      turned_[i] = static_cast<uint32_t>(cuda::panel_offset(i * kTokens + token_, unit_ % 8)) %
+                   cuda::kPanelRowBytes;
+    }
+    const MsaPool& k = params_.inputs.k;
+    const int64_t own = 2 * (k.offset(0, kv_head, token_) + 8 * unit_);
+    keys_ = static_cast<const uint8_t*>(k.data) + own;
+    values_ = static_cast<const uint8_t*>(params_.inputs.v.data) + own;
+    scale_ = params_.softmax_scale * 1.44269504f;
+  }
+
+  // By all warps of the group but the first, which may have the list to read.
+  __device__ void copy_queries(int64_t t, int64_t kv_head) const {
+    const int thread = threadIdx.x % kGroupThreads - kWarpThreads;
+    if (thread < 0) return;
+    const auto* const first = static_cast<const bf16_t*>(params_.q) + t * params_.q_row +
+                              kv_head * params_.group * params_.q_head;
+#pragma unroll
+    for (int i = thread; i < kMaxGroup * kUnits; i += kGroupThreads - kWarpThreads) {
+      const int head = i / kUnits;
+      const int unit = i % kUnits;
+      const bool present = head < params_.group && 8 * unit < params_.head_dim;
+      cuda::copy_async<kUnitBytes>(
+          shared_.queries + unit / 8 * Memory::kQueryPanel + cuda::panel_offset(head, unit % 8),
+          first + (present ? head * params_.q_head + 8 * unit : 0), present);
+    }
+  }
+
+  // Leaves the sums of the steps [first, end) in shared memory, for whoever comes to a barrier
+  // behind it.
+  __device__ void run(const MsaRow& row, const ListMemory& list, int first, int end) {
+    const TileWalk steps(params_, row, list, warp_, first, end);
+    bool careful = false;
+    while (true) {
+      walk(steps, careful);
+      if (!leave_states() || careful) break;
+      // The rest of a weight times an infinite value is NaN: once more, without such products.
+      careful = true;
+    }
+    leave_sums();
+  }
+
+ private:
+  __device__ void sync() const {
+    cuda::sync_some(1 + static_cast<int>(threadIdx.x) / kGroupThreads, kGroupThreads);
+  }
+  __device__ int lane_head(int place) const {
+    return place / 2 * 8 + 2 * static_cast<int>(threadIdx.x % 4) + place % 2;
+  }
+
+  // Pools have equal strides.
+  __device__ void fetch(const Step& step, OneTile& tile) const {
+    const MsaPool& k = params_.inputs.k;
+    const int64_t first = 2 * (step.page * k.page_stride + step.token * k.token_stride);
+    if (params_.head_dim == kDim && step.count >= kStepKeys) {
+      copy(first, tile, [](int) { return true; });
+    } else {
+      const bool inside = 8 * unit_ < params_.head_dim;
+      copy(first, tile, [&](int token) { return inside && token < step.count; });
+    }
+  }
+  template <class Present>
+  __device__ void copy(int64_t first, OneTile& tile, Present present) const {
+    const int64_t pitch = 2 * kTokens * params_.inputs.k.token_stride;
+    const uint8_t* key = keys_ + first;
+    const uint8_t* value = values_ + first;
+    // The piece of a row comes last, and not by an addition: nvcc 13.0 makes an illegal instruction
+    // of a copy with a policy to a place that is the sum of something of the lane and something of
+    // the whole warp.
+    uint8_t* to[kTurns];
+#pragma unroll
+    for (int i = 0; i < kTurns; ++i) {
+      uint8_t* const row = tile.keys + row_at_ + i * kTokens * cuda::kPanelRowBytes;
+      to[i] = reinterpret_cast<uint8_t*>(reinterpret_cast<uintptr_t>(row) ^ turned_[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kStepKeys / kTokens; ++i) {
+      const bool is_present = present(i * kTokens + token_);
+      uint8_t* const at = to[i % kTurns] + i / kTurns * 8 * cuda::kPanelRowBytes;
+      copy_unit(at, key, is_present);
+      copy_unit(at + sizeof(tile.keys), value, is_present);
+      key += pitch;
+      value += pitch;
+    }
+  }
+
+  __device__ void copy_unit(uint8_t* to, const uint8_t* from, bool present) const {
+    if constexpr (kOnce) {
+      cuda::copy_async(to, from, present, policy_);
+    } else {
+      cuda::copy_async<kUnitBytes>(to, from, present);
+    }
+  }
+
+  // Logits in units of log2; -inf where the row sees no token.
+  __device__ void multiply_keys(const OneTile& tile, int count, WgmmaSums<16>& logits) const {
+    const PanelMatrix keys = cuda::panel_matrix(tile.keys, OneTile::kPanelBytes);
+    const PanelMatrix queries = cuda::panel_matrix(shared_.queries, Memory::kQueryPanel);
+    cuda::wgmma_fence();
+#pragma unroll
+    for (int d = 0; d < kDim / 16; ++d) {
+      cuda::wgmma<PanelSide::kRows>(
+          logits, keys.advanced(d / 4 * OneTile::kPanelBytes + d % 4 * 32),
+          queries.advanced(d / 4 * Memory::kQueryPanel + d % 4 * 32), d > 0 ? 1 : 0);
+    }
+    cuda::wgmma_commit();
+    cuda::wgmma_wait<0>();
+    const int token = threadIdx.x % kWarpThreads / 4;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      logits.x[i] = token + i / 2 % 2 * 8 < count ? logits.x[i] * scale_ : kNegInf;
+    }
+  }
+
+  // NaN is no largest logit: its weight is NaN, whatever became of it.
+  __device__ void raise_references(const WgmmaSums<16>& logits) {
+    float largest[kPlaces];
+#pragma unroll
+    for (int h = 0; h < kPlaces; ++h) {
+      largest[h] = fmaxf(logits.x[h / 2 * 4 + h % 2], logits.x[h / 2 * 4 + 2 + h % 2]);
+#pragma unroll
+      for (int step = 4; step < kWarpThreads; step *= 2) {
+        largest[h] = fmaxf(largest[h], __shfl_xor_sync(0xFFFFFFFF, largest[h], step));
+      }
+      if (threadIdx.x % kWarpThreads < 4) shared_.warp_largest[warp_][lane_head(h)] = largest[h];
+    }
+    sync();
+#pragma unroll
+    for (int h = 0; h < kPlaces; ++h) {
+      largest[h] = kNegInf;
+#pragma unroll
+      for (int w = 0; w < kGroupWarps; ++w) {
+        largest[h] = fmaxf(largest[h], shared_.warp_largest[w][lane_head(h)]);
+      }
+      if (!(largest[h] > reference_[h] + kSlack)) continue;
+      const float shrink = cuda::exp2_fast(reference_[h] - largest[h]);
+      reference_[h] = largest[h];
+      sum_[h] *= shrink;
+#pragma unroll
+      for (WgmmaSums<16>& panel : sums_) {
+        panel.x[h / 2 * 4 + h % 2] *= shrink;
+        panel.x[h / 2 * 4 + 2 + h % 2] *= shrink;
+      }
+    }
+  }
+
+  // Weights to shared memory, as sums of two bf16. Returns whether a logit is too large for its
+  // reference.
+  __device__ bool weigh(const WgmmaSums<16>& logits, float (&tile_sum)[kPlaces]) const {
+    float weights[8];
+    bool grows = false;
+#pragma unroll
+    for (int h = 0; h < kPlaces; ++h) {
+      // While all logits are -inf, subtract 0: -inf minus -inf would be NaN.
+      const float base = reference_[h] == kNegInf ? 0.0f : reference_[h];
+      float two[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int i = h / 2 * 4 + 2 * half + h % 2;
+        grows = grows || logits.x[i] > reference_[h] + kSlack;
+        weights[i] = two[half] = cuda::exp2_fast(logits.x[i] - base);
+      }
+      tile_sum[h] = two[0] + two[1];
+    }
+    uint32_t rounded[4], rest[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const cuda::SplitPair pair(weights[2 * i], weights[2 * i + 1]);
+      rounded[i] = pair.rounded;
+      rest[i] = pair.rest;
+    }
+    const int lane = threadIdx.x % kWarpThreads;
+    const int at = cuda::panel_offset(lane / 16 * 8 + lane % 8, 2 * warp_ + lane / 8 % 2);
+    cuda::store_columns(shared_.weights[0] + at, rounded);
+    cuda::store_columns(shared_.weights[1] + at, rest);
+    return grows;
+  }
+
+  __device__ void multiply_values(const OneTile& tile, const uint8_t* weights) {
+    const PanelMatrix values = cuda::panel_matrix(tile.values, OneTile::kPanelBytes);
+    const PanelMatrix columns = cuda::panel_matrix(weights, kWeightBytes);
+#pragma unroll
+    for (int k = 0; k < kTileTokens / 16; ++k) {
+#pragma unroll
+      for (int p = 0; p < kPanels; ++p) {
+        cuda::wgmma<PanelSide::kRows, 16, PanelSide::kColumns>(
+            sums_[p], values.advanced(p * OneTile::kPanelBytes + k * 16 * cuda::kPanelRowBytes),
+            columns.advanced(32 * k), 1);
+      }
+    }
+  }
+
+  // Zeros in place of values that are not finite.
+  __device__ void clean_values(OneTile& tile) const {
+    auto* const units = reinterpret_cast<uint4*>(tile.values);
+#pragma unroll 1
+    for (int i = threadIdx.x % kGroupThreads; i < kTileTokens * kUnits; i += kGroupThreads) {
+      const uint4 unit = units[i];
+      units[i] = make_uint4(finite_pair(unit.x), finite_pair(unit.y), finite_pair(unit.z),
+                            finite_pair(unit.w));
+    }
+  }
+
+  __device__ void add_tile(OneTile& tile, int count, int index, bool careful) {
+    WgmmaSums<16> logits;
+    multiply_keys(tile, count, logits);
+    bool raises = index == 0;
+    float tile_sum[kPlaces];
+#pragma unroll 1
+    while (true) {
+      if (raises) raise_references(logits);
+      const bool grows = __any_sync(0xFFFFFFFF, weigh(logits, tile_sum));
+      bool(&votes)[kGroupWarps] = shared_.votes[index % 2];
+      if (!raises && threadIdx.x % kWarpThreads == 0) votes[warp_] = grows;
+      cuda::shared_stores_before_wgmma();
+      sync();
+      if (raises || !(votes[0] || votes[1] || votes[2] || votes[3])) break;
+      raises = true;
+    }
+#pragma unroll
+    for (int h = 0; h < kPlaces; ++h) sum_[h] += tile_sum[h];
+    cuda::wgmma_fence();
+    multiply_values(tile, shared_.weights[0]);
+    if (careful) {
+      cuda::wgmma_commit();
+      cuda::wgmma_wait<0>();
+      sync();
+      clean_values(tile);
+      cuda::shared_stores_before_wgmma();
+      sync();
+      cuda::wgmma_fence();
+    }
+    multiply_values(tile, shared_.weights[1]);
+    cuda::wgmma_commit();
+    cuda::wgmma_wait<0>();
+  }
+
+  __device__ void walk(TileWalk steps, bool careful) {
+    constexpr int kStages = Memory::kStages;
+#pragma unroll
+    for (WgmmaSums<16>& panel : sums_) panel = {};
+#pragma unroll
+    for (int h = 0; h < kPlaces; ++h) {
+      reference_[h] = kNegInf;
+      sum_[h] = 0;
+    }
+    // A group of copies a tile, also where nothing is left to fetch: the number of groups behind
+    // the one that is waited for stays.
+    TileWalk ahead = steps;
+    int to = 0;
+    const auto fetch_next = [&] {
+      if (!ahead.done()) {
+        fetch(ahead.step(), shared_.tiles[to]);
+        ahead.advance();
+      }
+      to = to + 1 == kStages ? 0 : to + 1;
+      cuda::commit_copies();
+    };
+#pragma unroll 1
+    for (int i = 0; i < kStages; ++i) fetch_next();
+    int stage = 0;
+#pragma unroll 1
+    for (int i = 0; !steps.done(); ++i) {
+      const int count = steps.step().count;
+      steps.advance();
+      cuda::wait_copies<kStages - 1>();
+      cuda::shared_stores_before_wgmma();
+      sync();
+      add_tile(shared_.tiles[stage], count, i, careful);
+      sync();
+      fetch_next();
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+    }
+    // Groups of nothing.
+    cuda::wait_for_copies();
+  }
+
+  // Returns whether a sum is NaN. Behind it nobody reads tiles.
+  __device__ bool leave_states() {
+    bool nan = false;
+#pragma unroll
+    for (const WgmmaSums<16>& panel : sums_) {
+#pragma unroll
+      for (const float x : panel.x) nan = nan || isnan(x);
+    }
+    nan = __any_sync(0xFFFFFFFF, nan);
+    const int lane = threadIdx.x % kWarpThreads;
+#pragma unroll
+    for (int h = 0; h < kPlaces; ++h) {
+      float sum = sum_[h];
+#pragma unroll
+      for (int step = 4; step < kWarpThreads; step *= 2) {
+        sum += __shfl_xor_sync(0xFFFFFFFF, sum, step);
+      }
+      if (lane < 4) {
+        shared_.warp_sum[warp_][lane_head(h)] = sum;
+        if (warp_ == 0) shared_.state[lane_head(h)].x = reference_[h];
+      }
+    }
+    if (lane == 0) shared_.nan[warp_] = nan;
+    sync();
+    return shared_.nan[0] || shared_.nan[1] || shared_.nan[2] || shared_.nan[3];
+  }
+
+  __device__ void leave_sums() {
+    const int thread = threadIdx.x % kGroupThreads;
+    const int channel = thread / kWarpThreads * 16 + thread % kWarpThreads / 4;
+#pragma unroll
+    for (int p = 0; p < kPanels; ++p) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        shared_.left.sums.values[lane_head(i / 4 * 2 + i % 2)][64 * p + channel + i / 2 % 2 * 8] =
+            sums_[p].x[i];
+      }
+    }
+    if (thread >= kMaxGroup) return;
+    float sum = 0;
+#pragma unroll
+    for (int w = 0; w < kGroupWarps; ++w) sum += shared_.warp_sum[w][thread];
+    shared_.state[thread].y = sum;
+  }
+
+  const AttendParams& params_;
+  Memory& shared_;
+  cuda::CachePolicy policy_;
+  int warp_;
+  int unit_, token_;               // of each copy, the first one's token
+  int row_at_;                     // of the first copy, in keys or values of a tile
+  uint32_t turned_[kTurns];        // piece of a row, in bytes
+  const uint8_t *keys_, *values_;  // the lane's piece of token_ of page 0
+  float scale_;                    // of the logits, in units of log2
+  float reference_[kPlaces], sum_[kPlaces];
+  WgmmaSums<16> sums_[kPanels];
+};
+
+// Of a head: largest logit (or what stands for it), in units of log2, and sums relative to it.
+struct HeadPart {
+  float2 state;
+  float4 values;
+};
+
+__device__ inline HeadPart add_parts(const HeadPart& a, const HeadPart& b) {
+  const float largest = fmaxf(a.state.x, b.state.x);
+  // While both are -inf, subtract 0: -inf minus -inf would be NaN.
+  const float base = largest == kNegInf ? 0.0f : largest;
+  const float of_a = cuda::exp2_fast(a.state.x - base);
+  const float of_b = cuda::exp2_fast(b.state.x - base);
+  const auto add = [&](float x, float y) { return fmaf(y, of_b, x * of_a); };
+  return {make_float2(largest, add(a.state.y, b.state.y)),
+          make_float4(add(a.values.x, b.values.x), add(a.values.y, b.values.y),
+                      add(a.values.z, b.values.z), add(a.values.w, b.values.w))};
+}
+
+// What all groups of the cluster have left, in their order, four channels of a head at a time: each
+// block adds up its groups and sends the result to the block that has the share of these channels.
+template <int kDim, int kParts, int kGroups>
+class Fold {
+  using Memory = BlockMemory<kDim, kGroups>;
+  static constexpr int kThreads = kGroups * kGroupThreads;
+  static constexpr int kUnits = kFoldUnits<kDim>;
+  static constexpr int kShare = kUnits / kParts;
+  static constexpr int kSharers = std::clamp(kThreads / kShare, 1, kParts);
+
+ public:
+  __device__ Fold(const AttendParams& params, int64_t t, int64_t kv_head, Memory& shared)
+      : params_(params), t_(t), kv_head_(kv_head), shared_(shared) {}
+
+  static constexpr int kSentBytes = kUnits * static_cast<int>(sizeof(float4) + sizeof(float2));
+
+  // Behind a barrier of the block. With several parts, all threads have arrived at the barrier of
+  // the cluster, too: behind it nobody reads tiles, where what is sent goes.
+  __device__ void run(int part) {
+    if constexpr (kParts == 1) {
+      for (int unit = threadIdx.x; unit < kUnits; unit += kThreads) store(add_groups(unit), unit);
+    } else {
+      constexpr int kTurns = kUnits / kThreads;
+      HeadPart sums[kTurns];
+#pragma unroll
+      for (int i = 0; i < kTurns; ++i) sums[i] = add_groups(i * kThreads + threadIdx.x);
+      cuda::cluster_wait();
+      Sent<kDim>& sent = shared_.groups[0].left.sent;
+#pragma unroll
+      for (int i = 0; i < kTurns; ++i) {
+        const int unit = i * kThreads + static_cast<int>(threadIdx.x);
+        const int at = part * kShare + unit % kShare;
+        cuda::send(sums[i].state, &sent.states[at], shared_.inbox, unit / kShare);
+        cuda::send(sums[i].values, &sent.values[at], shared_.inbox, unit / kShare);
+      }
+      cuda::wait_for_inbox(shared_.inbox);
+      add_sent(part);
+    }
+  }
+
+ private:
+  __device__ HeadPart add_groups(int unit) const {
+    const auto of_group = [&](const GroupMemory<kDim>& group) {
+      const int own = unit / (kDim / kFour);
+      const int channel = unit % (kDim / kFour) * kFour;
+      return HeadPart{group.state[own],
+                      *reinterpret_cast<const float4*>(&group.left.sums.values[own][channel])};
+    };
+    HeadPart sum = of_group(shared_.groups[0]);
+    if constexpr (kGroups == 2) sum = add_parts(sum, of_group(shared_.groups[1]));
+    return sum;
+  }
+
+  // Neighbouring lanes share the parts of a unit.
+  __device__ void add_sent(int part) {
+    constexpr int kOwn = kParts / kSharers;
+    const Sent<kDim>& sent = shared_.groups[0].left.sent;
+    const int sharer = static_cast<int>(threadIdx.x) % kSharers;
+    for (int unit = static_cast<int>(threadIdx.x) / kSharers; unit < kShare;
+         unit += kThreads / kSharers) {
+      float2 states[kOwn];
+      float4 values[kOwn];
+      float largest = kNegInf;
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        const int at = (sharer * kOwn + i) * kShare + unit;
+        states[i] = sent.states[at];
+        values[i] = sent.values[at];
+        largest = fmaxf(largest, states[i].x);
+      }
+#pragma unroll
+      for (int step = 1; step < kSharers; step *= 2) {
+        largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, step));
+      }
+      const float base = largest == kNegInf ? 0.0f : largest;
+      float sums[1 + kFour] = {};
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        const float factor = cuda::exp2_fast(states[i].x - base);
+        sums[0] = fmaf(states[i].y, factor, sums[0]);
+        sums[1] = fmaf(values[i].x, factor, sums[1]);
+        sums[2] = fmaf(values[i].y, factor, sums[2]);
+        sums[3] = fmaf(values[i].z, factor, sums[3]);
+        sums[4] = fmaf(values[i].w, factor, sums[4]);
+      }
+#pragma unroll
+      for (int step = 1; step < kSharers; step *= 2) {
+#pragma unroll
+        for (float& x : sums) x += __shfl_xor_sync(0xFFFFFFFF, x, step);
+      }
+      const HeadPart sum{make_float2(largest, sums[0]),
+                         make_float4(sums[1], sums[2], sums[3], sums[4])};
+      if (sharer == 0) store(sum, part * kShare + unit);
+    }
+  }
+
+  __device__ void store(const HeadPart& sum, int unit) const {
+    const int own = unit / (kDim / kFour);
+    const int channel = unit % (kDim / kFour) * kFour;
+    if (own >= params_.group || channel >= params_.head_dim) return;
+    const int64_t head = kv_head_ * params_.group + own;
+    const HeadResult result = finish_head(params_, kv_head_, head, sum.state.x, sum.state.y);
+    if (params_.inputs.lse && channel == 0) params_.inputs.lse(t_, head) = result.lse;
+    const float values[kFour] = {sum.values.x, sum.values.y, sum.values.z, sum.values.w};
+    store_channels(result, values, params_.inputs.out.row(t_, head) + channel);
+  }
+
+  const AttendParams& params_;
+  int64_t t_, kv_head_;
+  Memory& shared_;
+};
+
+// A group per part and, with two in a block, half of it.
+template <int kDim, int kParts, int kGroups>
+__device__ void attend_part(const AttendParams& params, uint8_t* memory) {
+  using OwnFold = Fold<kDim, kParts, kGroups>;
+  auto& shared = *reinterpret_cast<BlockMemory<kDim, kGroups>*>(memory);
+  const int part = static_cast<int>(blockIdx.x % kParts);
+  const int64_t t = blockIdx.x / kParts;
+  const int64_t kv_head = blockIdx.y;
+  const ListMemory list(reinterpret_cast<int32_t*>(&shared + 1), params.topk);
+  const int group = kGroups == 1 ? 0 : static_cast<int>(threadIdx.x) / kGroupThreads;
+  GroupWork<kDim, !(kParts == 1 && kGroups == 1)> work(params, shared.groups[group]);
+  if (threadIdx.x < kWarpThreads) {
+    MsaRow row;
+    const int num_blocks =
+        read_list_early(params, t, kv_head, list, &row, [&] { work.prepare(kv_head); });
+    if (threadIdx.x == 0) {
+      shared.row = row;
+      shared.num_blocks = num_blocks;
+    }
+  } else {
+    if constexpr (kParts > 1) {
+      if (threadIdx.x == kWarpThreads) cuda::open_inbox(shared.inbox, OwnFold::kSentBytes);
+    }
+    work.prepare(kv_head);
+    work.copy_queries(t, kv_head);
+  }
+  __syncthreads();
+  const MsaRow row = shared.row;
+  const int64_t steps = count_steps(params, row, list, shared.num_blocks);
+  constexpr int kAllGroups = kParts * kGroups;
+  const int index = part * kGroups + group;
+  const auto step_of = [&](int i) { return static_cast<int>(steps * i / kAllGroups); };
+  work.run(row, list, step_of(index), step_of(index + 1));
+  if constexpr (kParts > 1) cuda::cluster_arrive_relaxed();
+  __syncthreads();
+  OwnFold(params, t, kv_head, shared).run(part);
+}
+
+// Nothing but code for sm_90a has the products; supports() refuses other devices.
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define FOVEA_CLUSTER_OF(parts) __cluster_dims__(parts, 1, 1)
+#define FOVEA_SM90_BODY(...) __VA_ARGS__
+#else
+#define FOVEA_CLUSTER_OF(parts)
+#define FOVEA_SM90_BODY(...)
+#endif
+
+// A block per row and KV head; with two groups it has a multiprocessor to itself.
+template <int kDim, int kGroups>
+__global__ void __launch_bounds__(kGroups* kGroupThreads, 2 / kGroups)
+    attend_alone(const __grid_constant__ AttendParams params) {
+  FOVEA_SM90_BODY({
+    extern __shared__ __align__(1024) uint8_t memory[];
+    attend_part<kDim, 1, kGroups>(params, memory);
+  })
+}
+
+// A cluster of kParts blocks per row and KV head.
+template <int kDim, int kParts, int kGroups>
+__global__ void FOVEA_CLUSTER_OF(kParts) __launch_bounds__(kGroups* kGroupThreads, 2 / kGroups)
+    attend_cluster(const __grid_constant__ AttendParams params) {
+  FOVEA_SM90_BODY({
+    extern __shared__ __align__(1024) uint8_t memory[];
+    attend_part<kDim, kParts, kGroups>(params, memory);
+  })
+}
+
+#undef FOVEA_CLUSTER_OF
+#undef FOVEA_SM90_BODY
+
+}  // namespace fovea::internal::msa::decode
