@@ -103,6 +103,11 @@ T __reduce_max_sync(uint32_t, T value) {
   return value;
 }
 inline int __reduce_min_sync(uint32_t mask, int value) { return ~__reduce_max_sync(mask, ~value); }
+inline uint32_t __reduce_or_sync(uint32_t, uint32_t value) {
+  const fovea::test::gpu::Exchange<uint32_t> shown(value);
+  for (unsigned i = 0; i < 32; ++i) value |= shown.from(i);
+  return value;
+}
 inline uint32_t __ballot_sync(uint32_t, bool value) {
   const fovea::test::gpu::Exchange<bool> shown(value);
   uint32_t bits = 0;

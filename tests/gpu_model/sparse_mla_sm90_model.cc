@@ -13,11 +13,16 @@ alignas(1024) thread_local uint8_t memory[256 << 10];  // shared memory of the b
 
 }  // namespace fovea::internal::sparse_sm90
 
+#include "tests/gpu_model/gpu_model.h"
 #include "tests/gpu_model/sparse_mla_model.h"
 
 namespace fovea::test::gpu {
 
 void run_sparse_mla_sm90(SparseMlaProblem problem, const SparseMlaTensors& tensors) {
+  Settings& now = settings();
+  now.cluster_blocks = internal::blocks_together(problem);
+  now.shared_memory = internal::sparse_sm90::memory;
+  now.shared_memory_bytes = sizeof(internal::sparse_sm90::memory);
   // Nothing is zero by itself.
   std::memset(internal::sparse_sm90::memory, 0xFF, sizeof(internal::sparse_sm90::memory));
   run_with_workspace(internal::sparse_mla_model_sm90_workspace, internal::sparse_mla_model_sm90_run,

@@ -42,8 +42,8 @@ TEST_F(SparseMlaSm90Model, FollowsTheFormulaForEveryFormatAndAlignment) {
 }
 
 TEST_F(SparseMlaSm90Model, FollowsTheFormulaForGroupsOfHeadsAndManyTiles) {
-  for (const int64_t heads : {64, 70}) {
-    CacheSpec cache = cache_of(heads == 64 ? RowFormat::kV32 : RowFormat::kBf16, 4, 430, 0);
+  for (const int64_t heads : {64, 70, 128}) {
+    CacheSpec cache = cache_of(heads == 70 ? RowFormat::kBf16 : RowFormat::kV32, 4, 430, 0);
     cache.lengths = false;
     expect_formula({.rows = 1,
                     .heads = heads,
@@ -51,6 +51,28 @@ TEST_F(SparseMlaSm90Model, FollowsTheFormulaForGroupsOfHeadsAndManyTiles) {
                     .fixed_splits = 1,
                     .seed = static_cast<uint64_t>(heads)});
   }
+}
+
+// Two blocks bring half of the rows each, of lists that are long enough. Rows at any address and at
+// multiples of 16 bytes; five tiles, of both caches, in one part and two.
+TEST_F(SparseMlaSm90Model, BlocksThatShareRowsFollowTheFormula) {
+  uint64_t seed = 90;
+  for (const RowFormat format :
+       {RowFormat::kV4, RowFormat::kR512, RowFormat::kV32, RowFormat::kF576}) {
+    const bool narrow = format == RowFormat::kV4 || format == RowFormat::kR512;
+    const bool aligned = ++seed % 2 == 0;
+    test::gpu::settings().seed = static_cast<unsigned>(seed);
+    expect_formula(
+        {.rows = 1,
+         .heads = 65,
+         .head_dim_qk = narrow ? 512 : 576,
+         .primary = cache_of(format, 2, 190, aligned ? 32 : 19),
+         .extra = aligned ? cache_of(format, 16, 70, 32) : CacheSpec{RowFormat::kBf16, 0, 90, 70},
+         .fixed_splits = narrow ? 2 : 1,
+         .seed = seed});
+  }
+  CacheSpec empty = cache_of(RowFormat::kV32, 2, 260, 0);
+  expect_formula({.rows = 2, .heads = 65, .primary = empty, .invalid_share = 1.0});
 }
 
 TEST_F(SparseMlaSm90Model, CapsTheLogits) {
@@ -111,8 +133,12 @@ TEST_F(SparseMlaSm90Model, NoOrderOfTheThreadsChangesABit) {
 
 TEST_F(SparseMlaSm90Model, NanStaysInItsHead) {
   SparseMlaCase test_case({.rows = 1, .heads = 9, .primary = {RowFormat::kBf16, 0, 90, 70}});
+  const Outputs clean = run(test_case);
   test_case.set_q(0, 4, 100, std::numeric_limits<float>::quiet_NaN());
   const Outputs outputs = run(test_case);
+  for (size_t i = 0; i < clean.out_bits.size(); ++i) {
+    if (i / 512 != 4) ASSERT_EQ(outputs.out_bits[i], clean.out_bits[i]);
+  }
   for (size_t h = 0; h < 9; ++h) {
     EXPECT_EQ(std::isnan(outputs.lse[h]), h == 4);
     for (size_t d = 0; d < 512; ++d) ASSERT_EQ(std::isnan(outputs.out[h * 512 + d]), h == 4);

@@ -45,4 +45,11 @@ __device__ inline float relu(float x) {
   return result;
 }
 
+/// x, of which the compiler knows nothing: what follows from it is computed where it is used, not
+/// before a loop, where it would take registers.
+__device__ inline int computed_here(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 }  // namespace fovea::internal::cuda

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "src/core/cuda/error.cuh"
+#include "src/core/cuda/mbarrier.cuh"
 #include "src/core/cuda/mma.cuh"
 
 /// Clusters of thread blocks, compute capability 9.0: blocks that run at the same time and read
@@ -98,6 +99,30 @@ __device__ inline uint2 load_from_cluster(const uint2* own, uint32_t rank) {
 __device__ inline void store_to_cluster(uint32_t* own, uint32_t rank, uint32_t value) {
   asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(cluster_address(own, rank)), "r"(value)
                : "memory");
+}
+
+/// By the thread that has called mbarrier_init(), before a barrier of the cluster: others may use
+/// those barriers.
+__device__ inline void show_barriers_to_cluster() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+/// mbarrier_arrive() at the barrier that block `rank` has where this block has `own`. It tells that
+/// products have read what copy_to_block() then writes over; it does not show ordinary stores to
+/// that block, which would take a fence of the cluster, more than a thousand cycles.
+__device__ inline void mbarrier_arrive(Mbarrier& own, uint32_t rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(&own, rank))
+               : "memory");
+}
+/// Copies `bytes` of shared memory (a multiple of 16, like the address) to the same place of block
+/// `rank`, and counts them at its barrier `full`. What ordinary stores wrote needs
+/// shared_stores_before_wgmma() of their threads before; products behind `full` see the copy.
+__device__ inline void copy_to_block(const void* own, int bytes, Mbarrier& full, uint32_t rank) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];" ::"r"(cluster_address(own, rank)),
+      "r"(shared_address(own)), "r"(bytes), "r"(cluster_address(&full, rank))
+      : "memory");
 }
 
 /// Clusters of more than 8 blocks, up to 16, which not every GPU of the generation promises.

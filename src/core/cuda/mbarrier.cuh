@@ -27,6 +27,15 @@ __device__ inline void mbarrier_arrive(Mbarrier& barrier) {
                : "memory");
 }
 
+/// Arrives, and lets the phase end no earlier than `bytes` of `copy_to_block` (cluster.cuh) have
+/// come.
+__device__ inline void mbarrier_arrive_expecting(Mbarrier& barrier, int bytes) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)),
+      "r"(bytes)
+      : "memory");
+}
+
 /// Waits until phase `phase` is over. It must be the one under way or the last before it: barriers
 /// know odd from even only.
 __device__ inline void mbarrier_wait(Mbarrier& barrier, int64_t phase) {

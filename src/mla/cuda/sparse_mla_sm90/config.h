@@ -4,13 +4,12 @@
 
 // The budget of a block of sparse_mla on compute capability 9.0: one block a multiprocessor.
 //
-//   registers  3 warpgroups of 128 threads at 168 (the launch), 504 for a thread of each:
-//              logits 208 (128 sums of values, 32 of logits), values 160 (128 sums), keys 136.
-//              Four warpgroups would start at 128, too few for a product of 256 columns
+//   registers  4 warpgroups of 128 threads at 128 (the launch), 512 for a thread of each: logits
+//              208 (128 sums of values, 32 of logits), values 160 (128 sums), keys 72 twice
 //   shared     queries [64][576] bf16, 9 panels of 64 columns         73,728
 //              2 tiles of keys [64][576] bf16, 9 panels each         147,456
 //              weights [64][64] bf16, rounded, 1 panel                 8,192
-//              factors, masks and barriers                               328
+//              factors, masks and barriers                               344
 //              of 232,448 bytes; rows of 512 channels leave the last panel of queries out
 //
 // What rounded weights lack, bf16 too, is in the last panel of their tile: the rope channels, which
@@ -27,11 +26,11 @@ inline constexpr int kHalfChannels = kHalfPanels * 64;
 inline constexpr int kStages = 2;
 
 inline constexpr int kGroupThreads = 128;
-inline constexpr int kThreads = 3 * kGroupThreads;
+inline constexpr int kThreads = 4 * kGroupThreads;
 inline constexpr int kLogitRegisters = 208;
 inline constexpr int kValueRegisters = 160;
-inline constexpr int kKeyRegisters = 136;
-inline constexpr int kKeyWarps = 4;
+inline constexpr int kKeyRegisters = 72;
+inline constexpr int kKeyWarps = 8;
 inline constexpr int kWarpKeys = kKeys / kKeyWarps;
 
 // Barriers of the block by number; 0 is that of all threads.

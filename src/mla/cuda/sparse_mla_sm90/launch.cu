@@ -18,6 +18,16 @@ int64_t groups_of_heads(const SparseMlaProblem& problem) {
   return (problem.num_heads + kHeads - 1) / kHeads;
 }
 
+// Blocks with the heads of one row that share the rows of its keys. Worth it where rows are
+// decoded, and not for a few tiles, because the blocks wait for each other at the start and at the
+// end.
+unsigned blocks_together(const SparseMlaProblem& problem) {
+  return groups_of_heads(problem) % 2 == 0 && problem.row_format != RowFormat::kBf16 &&
+                 problem.topk + problem.extra_topk > 256
+             ? 2
+             : 1;
+}
+
 // The number of parts with the least time, by the bound of the rows alone, in units of a tile: a
 // block takes about two before its first tile and after its last, the fold two and an eighth a
 // part.
@@ -44,7 +54,8 @@ RowLayout layout_of(const SparseMlaSegment& segment) {
   RowLayout layout{};
   layout.row_bytes = segment.row_bytes;
   layout.format = segment.format;
-  layout.aligned = latent::rows_are_aligned(segment);
+  layout.aligned = latent::rows_are_aligned(segment) &&
+                   segment.num_pages * segment.page_stride_bytes / 8 <= kMaxPlaces;
   layout.bf16_scale = segment.inv_scale.is_bf16;
   return layout;
 }
@@ -77,12 +88,15 @@ void sparse_mla_cuda_sm90(const SparseMlaProblem& problem, const Device& device,
   cuda::LaunchShape shape{
       dim3(static_cast<unsigned>(num_rows * params.head_groups), static_cast<unsigned>(num_parts)),
       dim3(kThreads)};
+  const bool together = blocks_together(problem) == 2;
   if (problem.head_dim_qk == 576) {
     shape.shared_bytes = sizeof(SharedMemory<576>);
-    cuda::launch("sparse_mla", attend<576>, shape, stream, params);
+    cuda::launch("sparse_mla", together ? attend_together<576> : attend<576>, shape, stream,
+                 params);
   } else {
     shape.shared_bytes = sizeof(SharedMemory<512>);
-    cuda::launch("sparse_mla", attend<512>, shape, stream, params);
+    cuda::launch("sparse_mla", together ? attend_together<512> : attend<512>, shape, stream,
+                 params);
   }
   latent::launch_fold(
       {{params.segments[0], params.segments[1]}, params.outputs, params.rotations, params.rope_dim},

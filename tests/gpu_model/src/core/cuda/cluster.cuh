@@ -1,5 +1,6 @@
 #pragma once
 
+#include "src/core/cuda/mbarrier.cuh"
 #include "tests/gpu_model/cuda_words.h"
 
 // Model of src/core/cuda/cluster.cuh.
@@ -35,6 +36,20 @@ T load_from_cluster(const T* own, uint32_t rank) {
 }
 inline void store_to_cluster(uint32_t* own, uint32_t rank, uint32_t value) {
   std::memcpy(const_cast<void*>(test::gpu::of_cluster(own, rank)), &value, sizeof(value));
+}
+inline void show_barriers_to_cluster() {}
+inline Mbarrier& barrier_of(const Mbarrier& own, uint32_t rank) {
+  return *static_cast<Mbarrier*>(const_cast<void*>(test::gpu::of_cluster(&own, rank)));
+}
+inline void mbarrier_arrive(Mbarrier& own, uint32_t rank) {
+  mbarrier_arrive(barrier_of(own, rank));
+}
+inline void copy_to_block(const void* own, int bytes, Mbarrier& full, uint32_t rank) {
+  test::gpu::need_alignment(own, 16);
+  std::memcpy(const_cast<void*>(test::gpu::of_cluster(own, rank)), own, static_cast<size_t>(bytes));
+  Mbarrier& barrier = barrier_of(full, rank);
+  barrier.bytes_ahead += bytes;
+  end_phase(barrier);
 }
 template <class Kernel>
 void allow_large_clusters(Kernel*) {}

@@ -6,17 +6,29 @@
 namespace fovea::internal::cuda {
 
 struct Mbarrier {
-  uint64_t state;  // arrivals of a phase, those that came, the phase under way
+  uint64_t state;       // arrivals of a phase, those that came, the phase under way
+  int64_t bytes_ahead;  // that came and were not expected so far; less than 0: expected
 };
 
 inline void mbarrier_init(Mbarrier& barrier, int arrivals) {
   test::gpu::need_alignment(&barrier, 8);
   barrier.state = static_cast<uint64_t>(arrivals) << 48;
+  barrier.bytes_ahead = 0;
+}
+inline void end_phase(Mbarrier& barrier) {
+  const uint64_t arrivals = barrier.state >> 48, came = barrier.state >> 32 & 0xFFFF;
+  if (came > arrivals) throw std::logic_error("more arrivals at a barrier than a phase has");
+  if (came < arrivals || barrier.bytes_ahead < 0) return;
+  if (barrier.bytes_ahead > 0) throw std::logic_error("more bytes than a barrier expects");
+  barrier.state = arrivals << 48 | (static_cast<uint32_t>(barrier.state) + 1U);
 }
 inline void mbarrier_arrive(Mbarrier& barrier) {
-  const uint64_t arrivals = barrier.state >> 48, came = (barrier.state >> 32 & 0xFFFF) + 1;
-  const uint32_t phase = static_cast<uint32_t>(barrier.state) + (came == arrivals ? 1 : 0);
-  barrier.state = arrivals << 48 | (came == arrivals ? 0 : came << 32) | phase;
+  barrier.state += uint64_t{1} << 32;
+  end_phase(barrier);
+}
+inline void mbarrier_arrive_expecting(Mbarrier& barrier, int bytes) {
+  barrier.bytes_ahead -= bytes;
+  mbarrier_arrive(barrier);
 }
 inline void mbarrier_wait(Mbarrier& barrier, int64_t phase) {
   const auto under_way = [&] { return static_cast<int64_t>(static_cast<uint32_t>(barrier.state)); };

@@ -1,0 +1,90 @@
+#pragma once
+
+#include <cstdint>
+
+#include "src/core/cuda/mbarrier.cuh"
+#include "src/core/cuda/wgmma.cuh"
+#include "src/mla/cuda/latent_tiles.cuh"
+#include "src/mla/cuda/listed_keys.cuh"
+#include "src/mla/cuda/sparse_mla_sm90/config.h"
+
+// What a launch is given, and the shared memory of a block.
+namespace fovea::internal::sparse_sm90 {
+
+using cuda::Mbarrier;
+using latent::kNegInf;
+using latent::Outputs;
+using latent::Queries;
+using latent::RowLayout;
+using latent::RowTurn;
+using latent::Scores;
+
+inline constexpr int kPanelBytes = kHeads * cuda::kPanelRowBytes;
+inline constexpr int kTileBytes = kTilePanels * kPanelBytes;
+inline constexpr float kLog2E = 1.44269504f;
+
+// The places of a cache that 32 bits name, in 8 bytes.
+inline constexpr int64_t kMaxPlaces = 0xFFFFFFFF;
+
+struct Params {
+  Queries queries;
+  SparseMlaSegment segments[2];
+  RowLayout layouts[2];
+  Scores scores;
+  Outputs outputs;
+  InverseRotations rotations;
+  int rope_dim;
+  unsigned head_groups;
+  bool wide_out;  // every eighth channel of the output at a multiple of 16 bytes
+
+  __device__ RowParts parts(int64_t t) const {
+    return {segments[0].length(t), segments[1].length(t), outputs.num_parts};
+  }
+};
+
+// The block's heads, one part of row t: its place in the results.
+struct Target {
+  const Params& params;
+  int64_t t;
+  int64_t part;
+  int64_t first_head;
+  bool is_result;  // the row has no other part
+
+  __device__ int64_t head(int in_block) const { return first_head + in_block; }
+  __device__ bool has(int in_block) const { return head(in_block) < params.outputs.num_heads; }
+};
+
+// A tile of keys: panels of 64 channels.
+using Tile = uint8_t[kTilePanels][kPanelBytes];
+
+// The place of 8 channels of a tile's key: piece `piece` of panel `panel`.
+__device__ inline uint4* tile_piece(Tile& tile, int panel, int key, int piece) {
+  return reinterpret_cast<uint4*>(tile[panel] + cuda::panel_offset(key, piece));
+}
+
+// Sums on their way out, where the tiles were: a warpgroup's 64 heads x 256 channels. Rows are 264
+// floats apart, for stores of two by eight rows at a time.
+struct StagedValues {
+  float x[kHeads][kHalfChannels + 8];
+};
+
+template <int kHeadDim>
+struct SharedMemory {
+  static constexpr int kPanels = kHeadDim / cuda::kPanelColumns;
+  alignas(1024) uint8_t q[kPanels][kPanelBytes];
+  alignas(1024) Tile tiles[kStages];
+  alignas(1024) uint8_t weights[kPanelBytes];
+  float factors[kHeads];  // what is left of the old sums, and at the end of all
+  alignas(8) uint8_t present[kStages][kKeyWarps];  // a bit a key
+  alignas(4) uint8_t rest_steps[4];                // of the tile in hand, by warps of 16 heads
+  // Halves of a tile: channels 0..255, and the others with what only logits read.
+  Mbarrier left_full[kStages], right_full[kStages], left_free[kStages], right_free[kStages];
+
+  // Where the tiles were, once all of them are used up.
+  __device__ StagedValues& staged(int group) {
+    static_assert(2 * sizeof(StagedValues) <= sizeof(tiles));
+    return reinterpret_cast<StagedValues*>(tiles)[group];
+  }
+};
+
+}  // namespace fovea::internal::sparse_sm90
