@@ -82,7 +82,7 @@ INSTANTIATE_TEST_SUITE_P(Targets, FullTopkSelectTest,
 
 TEST_P(TopkSelectTest, KnownFault1TiesAtTheBoundaryGoToTheSmallestPositions) {
   std::vector<float> row(8320, 0.0f);
-  for (int i = 0; i < 100; ++i) row[static_cast<size_t>(i * 83)] = 1.0f + static_cast<float>(i);
+  for (size_t i = 0; i < 100; ++i) row[i * 83] = 1.0f + static_cast<float>(i);
   std::vector<int32_t> expected;
   int zeros = 0;
   for (int32_t p = 0; p < 8320; ++p) {
@@ -153,7 +153,7 @@ TEST_P(TopkSelectTest, KnownFault2NothingOutsideTheWindowIsSelected) {
 TEST_P(TopkSelectTest, KnownFault2NanIsSelectedLast) {
   test::Rng rng(4);
   std::vector<float> row = rng.normals(4096);
-  for (int i = 0; i < 10; ++i) row[static_cast<size_t>(i * 400)] = i % 2 == 0 ? kNan : -kNan;
+  for (size_t i = 0; i < 10; ++i) row[i * 400] = i % 2 == 0 ? kNan : -kNan;
   const std::vector<int32_t> selected = select(row, 2048);
   EXPECT_EQ(selected, expected_row(row, 2048));
   for (const int32_t p : selected) EXPECT_FALSE(std::isnan(row[static_cast<size_t>(p)]));
@@ -441,6 +441,7 @@ TEST_P(TopkSelectTest, KnownFault14StridedViewsEqualPackedCopies) {
   out.fill_bytes(0x55);
   const std::vector<float> values = rng.normals(rows * width);
   std::vector<int32_t> pages;
+  pages.reserve(2 * 32);
   for (int i = 0; i < 2 * 32; ++i) pages.push_back(static_cast<int32_t>(rng.integer(0, 900)));
   for (int64_t t = 0; t < rows; ++t)
     std::copy_n(values.begin() + t * width, width, wide.data<float>() + t * 777 + 3);
