@@ -116,9 +116,35 @@ TEST_F(SparseMlaSm90Model, EmptyRowsAndEmptyTilesHaveNoWeight) {
   EXPECT_TRUE(test_case.matches(run(test_case)));
 }
 
+// Where the keys of a tile stand decides which thread weighs them, and no more.
+TEST_F(SparseMlaSm90Model, EntriesWithoutAKeyChangeNoBit) {
+  for (uint64_t seed = 1; seed <= 8; ++seed) {
+    const test::CaseSpec spec{.rows = 1,
+                              .heads = 64,
+                              .primary = {RowFormat::kBf16, 0, 90, 70},
+                              .q_scale = 2.0f,
+                              .seed = seed};
+    SparseMlaCase packed(spec), spread(spec);
+    std::vector<int32_t> keys;
+    for (int64_t slot = 0; slot < 70; ++slot) {
+      const int32_t key = packed.index(0, 0, slot);
+      if (0 <= key && key < 90) keys.push_back(key);
+      packed.index(0, 0, slot) = spread.index(0, 0, slot) = -1;
+    }
+    ASSERT_GE(keys.size(), 6U);
+    // Three keys a tile, so that no sum has another order.
+    const int64_t places[] = {0, 2, 6, 64, 66, 68}, together[] = {0, 1, 2, 64, 65, 66};
+    for (size_t i = 0; i < 6; ++i) {
+      packed.index(0, 0, together[i]) = keys[i];
+      spread.index(0, 0, places[i]) = keys[i];
+    }
+    EXPECT_TRUE(SameBits(run(packed), run(spread))) << seed;
+  }
+}
+
 TEST_F(SparseMlaSm90Model, NoOrderOfTheThreadsChangesABit) {
   SparseMlaCase test_case({.rows = 1,
-                           .heads = 20,
+                           .heads = 64,
                            .head_dim_qk = 512,
                            .primary = cache_of(RowFormat::kV4, 16, 250, 0),
                            .extra = cache_of(RowFormat::kR512, 16, 140, 0),

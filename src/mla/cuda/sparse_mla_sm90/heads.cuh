@@ -154,11 +154,12 @@ struct HeadState {
   float reference[2] = {kNegInf, kNegInf};
   float sum[2] = {0, 0};
   float shrink[2];
+
+  // Weights above a part of the sum so far have a rest.
+  __device__ float rest_limit(int half) const { return sum[half] * (1.0f / 16); }
 };
 // The largest weight is at most 2 to that.
 inline constexpr float kLag = 8;
-// Weights above this part of the sum so far have a rest.
-inline constexpr float kRestPart = 1.0f / 16;
 
 // From differences of maxima to powers of two.
 __device__ inline float logit_unit(const Scores& scores) {
@@ -176,8 +177,8 @@ __device__ inline float quad_sum(float x) {
 
 // Makes weights of the dots of a tile and takes them into the state of each head. A NaN logit does
 // not become the maximum; it makes its own weight NaN, and with it the head's sum. Returns a bit
-// for each 16 keys where the thread's weights of the low head have rests that count, then those of
-// the high head; elsewhere what one bf16 lacks is below the rounding of the output.
+// for each 16 keys where a weight of the thread has a rest that counts; what one bf16 lacks of the
+// others is below the rounding of the output.
 __device__ __forceinline__ uint32_t softmax(const Scores& scores, uint64_t present,
                                             WgmmaSums<kKeys>& dots, HeadState& state) {
   const int lane = cuda::computed_here(threadIdx.x) % 32;
@@ -224,10 +225,9 @@ __device__ __forceinline__ uint32_t softmax(const Scores& scores, uint64_t prese
       heaviest[n / 2] = n % 2 == 0 ? larger : fmaxf(heaviest[n / 2], larger);
     }
     state.sum[half] = fmaf(state.sum[half], state.shrink[half], quad_sum(sum));
-    const float limit = kRestPart * state.sum[half];
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
-      if (!(heaviest[step] <= limit)) rest_steps |= 1u << (4 * half + step);
+      if (!(heaviest[step] <= state.rest_limit(half))) rest_steps |= 1u << step;
     }
   }
   return rest_steps;
@@ -252,19 +252,22 @@ __device__ __forceinline__ void store_weights(const WgmmaSums<kKeys>& weights, u
   }
 }
 
-// What that lacks where the thread's rests count, otherwise zeros: a head does not depend on the
-// others of its block. Of the keys of those `steps`.
+// What that lacks of the keys of those `steps`: of each weight above its head's limit, otherwise
+// zero. So a weight decides alone, and neither the heads nor the keys beside it change a bit.
 __device__ __forceinline__ void store_rests(const WgmmaSums<kKeys>& weights, uint32_t steps,
-                                            uint32_t own_steps, uint8_t* to) {
+                                            const HeadState& state, uint8_t* to) {
   const int offset = weights_offset();
+  const float low = state.rest_limit(0), high = state.rest_limit(1);
+  // A NaN is none of the light ones.
+  const auto heavy = [](float weight, float limit) { return weight <= limit ? 0.0f : weight; };
 #pragma unroll
   for (int n = 0; n < kKeys / 8; ++n) {
     if ((steps >> (n / 2) & 1) == 0) continue;
     uint8_t* const at = to + (offset ^ n << 4);
     const float* const x = weights.x + 4 * n;
-    const bool low = (own_steps >> (n / 2) & 1) != 0, high = (own_steps >> (4 + n / 2) & 1) != 0;
-    *reinterpret_cast<uint32_t*>(at) = low ? cuda::SplitPair(x[0], x[1]).rest : 0;
-    *reinterpret_cast<uint32_t*>(at + kHighHead) = high ? cuda::SplitPair(x[2], x[3]).rest : 0;
+    *reinterpret_cast<uint32_t*>(at) = cuda::SplitPair(heavy(x[0], low), heavy(x[1], low)).rest;
+    *reinterpret_cast<uint32_t*>(at + kHighHead) =
+        cuda::SplitPair(heavy(x[2], high), heavy(x[3], high)).rest;
   }
 }
 

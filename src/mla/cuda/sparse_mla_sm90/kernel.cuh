@@ -72,7 +72,7 @@ __device__ __forceinline__ void attend_left(const Target& to, int num_tiles,
     cuda::wgmma_pin(dots);
     const uint64_t present = *reinterpret_cast<const uint64_t*>(shared.present[stage]);
     const uint32_t own_steps = softmax(to.params.scores, present, dots, state);
-    const uint32_t warp_steps = __reduce_or_sync(0xFFFFFFFF, own_steps | own_steps >> 4);
+    const uint32_t warp_steps = __reduce_or_sync(0xFFFFFFFF, own_steps);
     // The other warpgroup has used up the last weights.
     if (i > 0) cuda::sync_roles(kWeightsRead, 2 * kGroupThreads);
     store_weights(dots, shared.weights);
@@ -80,7 +80,7 @@ __device__ __forceinline__ void attend_left(const Target& to, int num_tiles,
       shared.factors[low_head()] = state.shrink[0];
       shared.factors[low_head() + 8] = state.shrink[1];
     }
-    if (leads) shared.rest_steps[low_head() / 16] = static_cast<uint8_t>(warp_steps & kAllSteps);
+    if (leads) shared.rest_steps[low_head() / 16] = static_cast<uint8_t>(warp_steps);
     cuda::shared_stores_before_wgmma();
     cuda::sync_some(kLogitGroup, kGroupThreads);
     const uint32_t steps = shared_rest_steps(shared);
@@ -88,7 +88,7 @@ __device__ __forceinline__ void attend_left(const Target& to, int num_tiles,
     cuda::wgmma_fence();
     multiply_values(shared.weights, tile, 0, kAllSteps, values);
     if (steps != 0) {
-      store_rests(dots, steps, own_steps, tile[kRestPanel]);
+      store_rests(dots, steps, state, tile[kRestPanel]);
       cuda::shared_stores_before_wgmma();
       cuda::sync_roles(kLogitGroup, kGroupThreads);
       multiply_values(tile[kRestPanel], tile, 0, steps, values);
