@@ -437,10 +437,6 @@ BenchCase kda_prefill_case(KdaPrefillProblem problem, const std::vector<int64_t>
     entry.name += fmt::format("_chunk{}", problem.chunk);
     entry.description += fmt::format(", chunk {}", problem.chunk);
   }
-  if (problem.v_columns != 0) {
-    entry.name += fmt::format("_v{}", problem.v_columns);
-    entry.description += fmt::format(", {} columns of V at a time", problem.v_columns);
-  }
   entry.make = [problem, lengths] { return std::make_unique<KdaPrefillCase>(problem, lengths); };
   return entry;
 }

@@ -200,13 +200,6 @@ void add_recurrent(Rows& rows) {
     problem.layer = kda_layer(p.heads, GateKind::kLowerBound);
     rows.add(fmt::format("H{}, {}", p.heads, p.name), p.peer_us, p.target_us,
              kda_prefill_case(problem, p.lengths));
-    // What the implementation chooses from.
-    if (p.heads != 64 || p.lengths == mixed) continue;
-    for (const int64_t columns : {32, 64, 128}) {
-      problem.v_columns = columns;
-      rows.add(fmt::format("H{}, {}, {} columns of V", p.heads, p.name, columns), p.peer_us,
-               p.target_us, kda_prefill_case(problem, p.lengths));
-    }
   }
   struct Decode {
     int64_t batch;
