@@ -59,12 +59,15 @@ struct MsaBatch {
   }
 };
 
+/// The row sees no token from this one on.
+FOVEA_HOST_DEVICE inline int64_t msa_row_end(const MsaRow& row, bool causal) {
+  return causal && row.position < row.kv_len ? row.position + 1 : row.kv_len;
+}
+
 /// Tokens of block n, which start it, that the row sees.
 FOVEA_HOST_DEVICE inline int64_t msa_visible_tokens(const MsaRow& row, int64_t n,
                                                     int64_t block_size, bool causal) {
-  int64_t end = row.kv_len;
-  if (causal && row.position + 1 < end) end = row.position + 1;
-  const int64_t seen = end - n * block_size;
+  const int64_t seen = msa_row_end(row, causal) - n * block_size;
   return seen < 0 ? 0 : seen > block_size ? block_size : seen;
 }
 

@@ -1,14 +1,13 @@
 """Serving backends: steps equal the operators one by one; a refused or failed step leaves pools as they were."""
 
 import gc
-import threading
 import unittest
 
 import numpy as np
 
 import fovea
 from calls import cos_sin, i32
-from support import BF16, Case, bf16, f64
+from support import BF16, Case, bf16, f64, run_threads
 
 
 class Batch:
@@ -291,7 +290,7 @@ class DsaTest(Case):
         self.backend.begin_step(**self.batch.step("extend", [0, 0], [8, 8]))
         rows, outcomes = self.rows(16), []
 
-        def work():
+        def work(_):
             for _ in range(20):
                 try:
                     self.forward(rows)
@@ -299,11 +298,7 @@ class DsaTest(Case):
                 except fovea.InvalidArgument as error:
                     outcomes.append("another thread" if "another thread" in str(error) else str(error))
 
-        threads = [threading.Thread(target=work) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_threads(3, work)
         self.assertLessEqual(set(outcomes), {"done", "another thread"})
         self.assertIn("done", outcomes)
 

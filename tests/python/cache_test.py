@@ -1,6 +1,5 @@
 """Calls that are not planned again: they give what a call that is planned gives, and nothing else is taken for equal."""
 
-import threading
 import unittest
 import warnings
 
@@ -9,7 +8,7 @@ import numpy as np
 import fovea
 from calls import i32, legal_calls
 from fovea import _native
-from support import Case, bf16
+from support import Case, bf16, run_threads
 
 
 def results_of(call, arguments):
@@ -135,11 +134,7 @@ class RepeatedCallTest(Case):
                     if not np.array_equal(mine, other):
                         wrong.append(number)
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_threads(4, work)
         self.assertEqual(wrong, [])
 
 

@@ -6,7 +6,6 @@ import pathlib
 import subprocess
 import sys
 import textwrap
-import threading
 import unittest
 
 import numpy as np
@@ -15,7 +14,7 @@ import backends_test
 import fovea
 import hostile_test
 from calls import legal_calls
-from support import BF16, Case, Elsewhere
+from support import BF16, Case, Elsewhere, run_threads
 
 try:
     import torch
@@ -174,11 +173,7 @@ class GpuTest(Case):
                     if not all(equal(mine, other) for mine, other in zip(results, expected[number])):
                         wrong.append(number)
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_threads(4, work)
         self.assertEqual(wrong, [])
 
     def test_tensors_on_two_devices_are_refused(self):

@@ -1,6 +1,7 @@
 """Helpers of the Python tests: inputs, formulas in fp64, tensors of a GPU that is not there."""
 
 import ctypes
+import threading
 import unittest
 
 import ml_dtypes
@@ -29,6 +30,15 @@ def attend(scores, values):
     top = scores.max()
     weights = np.exp(scores - top)
     return weights @ values / weights.sum(), top + np.log(weights.sum())
+
+
+def run_threads(count, work):
+    """work(0) .. work(count - 1), each in a thread of its own."""
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 class Case(unittest.TestCase):

@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 
 import fovea
-from support import BF16, E4M3, Case, Elsewhere, bf16
+from support import BF16, E4M3, Case, Elsewhere, bf16, run_threads
 
 
 def i32(values):
@@ -261,11 +261,7 @@ class ThreadTest(Case):
             for _ in range(5):
                 results[i] = fovea.topk_select(rows, lengths, 512)
 
-        threads = [threading.Thread(target=select, args=(i,)) for i in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_threads(4, select)
         for result in results:
             self.assert_same(result, expected)
 

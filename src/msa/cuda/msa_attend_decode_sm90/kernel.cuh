@@ -33,12 +33,8 @@ class TileWalk {
         warp_(warp),
         block_((first + warp) / params.steps_per_block),
         index_((first + warp) % params.steps_per_block),
-        left_(end - first) {
-    end_token_ = row.kv_len;
-    if (params.causal && row.position < end_token_) {
-      end_token_ = static_cast<int32_t>(row.position) + 1;
-    }
-  }
+        left_(end - first),
+        end_token_(static_cast<int32_t>(msa_row_end(row, params.causal))) {}
   __device__ bool done() const { return left_ <= 0; }
   // max_pages * block_size fits 32 bits.
   __device__ Step step() const {

@@ -26,10 +26,7 @@ __global__ void __launch_bounds__(kRowWarps* kWarpThreads)
   const int64_t pair = t * attend.num_kv_heads + kv_head;
   if (lane == 0) {
     params.num_places[pair] = count;
-    if (kv_head == 0) {
-      const bool to_end = !attend.causal || row.position >= row.kv_len;
-      params.row_end[t] = to_end ? row.kv_len : static_cast<int32_t>(row.position) + 1;
-    }
+    if (kv_head == 0) params.row_end[t] = static_cast<int32_t>(msa_row_end(row, attend.causal));
   }
   const auto pages = static_cast<int32_t>(attend.inputs.page_table.shape[1]);
   const auto slab = static_cast<int32_t>(t / params.slab_rows);
