@@ -21,6 +21,19 @@ namespace fovea {
 /// Named instead of an implementation where an operator is one function of host values.
 inline constexpr char kHostFunction[] = "host";
 
+/// What decides an extent of a result: an axis of an input, to which `added` is added, or, without
+/// an input, the parameters and the axes `by` of inputs.
+struct ExtentOrigin {
+  struct Axis {
+    std::string input;
+    int number = 0;
+  };
+
+  Axis axis;
+  int64_t added = 0;
+  std::vector<Axis> by;
+};
+
 /// The tensors of one call by name and the memory of its results: what a caller that knows
 /// operators by name only implements, such as a command line or the binding of another language.
 /// A name is a field of the operator's tensors (docs/run.md). Functions may throw: the call then
@@ -54,6 +67,10 @@ class FOVEA_API CallTensors {
 
   /// Whether the caller wants an optional result.
   virtual bool wants(const std::string& /*name*/) const { return true; }
+
+  /// Told before output() what decides each extent of the result.
+  virtual void output_origins(const std::string& /*name*/,
+                              const std::vector<ExtentOrigin>& /*origins*/) {}
 
   /// Memory of the device for a result that was not given, packed and zero-filled.
   virtual TensorView output(const std::string& name, DType dtype,

@@ -15,7 +15,7 @@ def register_errors(classes: dict, base: object) -> None:
 
 def result_shapes(op: str, tensors: dict, params: dict, unwanted: Sequence) -> tuple:
     """
-    Results that an operator has for tensors given as (type, shape), None for absent: ([(name, type, shape)], names of the tensors that it updates).
+    Results that an operator has for tensors given as (type, shape), None for absent: ([(name, type, shape, origins)], names of the tensors that it updates). An origin says what decides an extent: (tensor, axis, added), or [(tensor, axis)] beside the parameters.
     """
 
 def callable_operators() -> list[str]:

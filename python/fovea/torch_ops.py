@@ -2,8 +2,8 @@
 
 Every operator of the package whose results have a shape that does not depend on the contents of a tensor, with the
 arguments of the function (``impl`` too, without ``out`` and ``stream``). They run on the CPU and on CUDA, on the current
-stream, and have fake kernels, so that torch.compile and torch.export take them into their graphs; sizes are
-specialised. What an operator updates (a cache, a state) is declared as mutated. No operator has a gradient.
+stream, and have fake kernels, so that torch.compile and torch.export take them into their graphs, with dynamic
+sizes too: what a symbolic size decides stays symbolic. What an operator updates (a cache, a state) is declared as mutated. No operator has a gradient.
 
 Results are those of the function: nothing, a tensor or a tuple of tensors. ``sparse_mla`` always gives ``max_logits``
 too; where the number of results depends on the arguments (:data:`LISTS`) they are a list.
@@ -12,7 +12,7 @@ too; where the number of results depends on the arguments (:data:`LISTS`) they a
 from __future__ import annotations
 
 import inspect
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import torch
 
@@ -113,13 +113,27 @@ def _kernel(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _example(extent: Any) -> int:
+    """What a size is now: of a symbolic one the value that it was traced with, which is not fixed by that."""
+    hint = getattr(extent, "node", None) and extent.node.hint
+    return int(extent) if hint is None else int(hint)
+
+
 def _fake(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(function)
 
     def shape_of(tensor: Any) -> Any:
         if tensor is None:
             return None
-        return _WORDS.get(tensor.dtype, str(tensor.dtype)), tuple(int(extent) for extent in tensor.shape)
+        return _WORDS.get(tensor.dtype, str(tensor.dtype)), tuple(_example(extent) for extent in tensor.shape)
+
+    def extent_of(value: int, origin: Any, tensors: Mapping[str, Any]) -> Any:
+        if isinstance(origin, tuple):
+            name, axis, added = origin
+            return tensors[name].shape[axis] + added
+        for name, axis in origin:
+            int(tensors[name].shape[axis])  # fixes the size: the value is that of this one
+        return value
 
     def infer(*arguments: Any, **options: Any) -> Any:
         bound = signature.bind(*arguments, **options)
@@ -128,9 +142,11 @@ def _fake(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
         device = next(tensor.device for tensor in tensors.values() if tensor is not None)
         shapes = {name: shape_of(tensor) for name, tensor in tensors.items()}
         results, _ = _native.result_shapes(op, shapes, params, ())
-        return _as_declared(
-            op, [torch.empty(shape, dtype=_TYPES[word], device=device) for _, word, shape in results]
-        )
+        empty = [
+            torch.empty([extent_of(*entry, tensors) for entry in zip(shape, origins)], dtype=_TYPES[word], device=device)
+            for _, word, shape, origins in results
+        ]
+        return _as_declared(op, empty)
 
     return infer
 

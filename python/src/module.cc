@@ -116,10 +116,13 @@ NB_MODULE(_native, module) {
       "version", [] { return std::string(fovea::version()); }, "major.minor.patch");
   module.def("register_errors", &register_errors, nb::arg("classes"), nb::arg("base"),
              "Sets the exception classes by error code, and the class of every other code.");
-  module.def("result_shapes", &result_shapes, nb::arg("op"), nb::arg("tensors"), nb::arg("params"),
-             nb::arg("unwanted"),
-             "Results that an operator has for tensors given as (type, shape), None for absent: "
-             "([(name, type, shape)], names of the tensors that it updates).");
+  module.def(
+      "result_shapes", &result_shapes, nb::arg("op"), nb::arg("tensors"), nb::arg("params"),
+      nb::arg("unwanted"),
+      "Results that an operator has for tensors given as (type, shape), None for absent: "
+      "([(name, type, shape, origins)], names of the tensors that it updates). An origin says "
+      "what decides an extent: (tensor, axis, added), or [(tensor, axis)] beside the "
+      "parameters.");
   module.def("callable_operators", &fovea::callable_operators,
              "Names that OperatorFunction takes.");
   module.def("implementations", &implementations, nb::arg("op"),

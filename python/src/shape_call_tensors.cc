@@ -82,11 +82,29 @@ bool ShapeCallTensors::wants(const std::string& name) const {
   return std::find(unwanted_.begin(), unwanted_.end(), name) == unwanted_.end();
 }
 
+void ShapeCallTensors::output_origins(const std::string& /*name*/,
+                                      const std::vector<ExtentOrigin>& origins) {
+  nb::list list;
+  for (const ExtentOrigin& origin : origins) {
+    if (!origin.axis.input.empty()) {
+      list.append(nb::make_tuple(origin.axis.input, origin.axis.number, origin.added));
+      continue;
+    }
+    nb::list by;
+    for (const ExtentOrigin::Axis& axis : origin.by) {
+      by.append(nb::make_tuple(axis.input, axis.number));
+    }
+    list.append(by);
+  }
+  origins_ = nb::tuple(list);
+}
+
 TensorView ShapeCallTensors::output(const std::string& name, DType dtype,
                                     const std::vector<int64_t>& shape) {
   nb::list extents;
   for (const int64_t extent : shape) extents.append(extent);
-  results_.append(nb::make_tuple(name, std::string(to_string(dtype)), nb::tuple(extents)));
+  results_.append(
+      nb::make_tuple(name, std::string(to_string(dtype)), nb::tuple(extents), origins_));
   return packed_view(op_ + ": " + name, dtype, shape);
 }
 

@@ -26,6 +26,7 @@ class ShapeCallTensors final : public CallTensors {
   const int32_t* values(const std::string& name) override;
   bool sized_by_contents() const override { return false; }
   bool wants(const std::string& name) const override;
+  void output_origins(const std::string& name, const std::vector<ExtentOrigin>& origins) override;
   TensorView output(const std::string& name, DType dtype,
                     const std::vector<int64_t>& shape) override;
   TensorView host_output(const std::string& name, DType dtype,
@@ -36,14 +37,16 @@ class ShapeCallTensors final : public CallTensors {
   void run(size_t /*workspace_bytes*/,
            const std::function<void(Workspace, Stream)>& /*work*/) override {}
 
-  /// The results, as (name, type, shape) in the order of the operator, and the names of the inputs
-  /// that it changes.
+  /// The results, as (name, type, shape, origins) in the order of the operator, and the names of
+  /// the inputs that it changes. An origin is (input, axis, added), or a list of the (input, axis)
+  /// that decide the extent beside the parameters.
   nanobind::tuple results() const { return nanobind::make_tuple(results_, updated_); }
 
  private:
   std::string op_;
   std::map<std::string, TensorView> inputs_;
   std::vector<std::string> unwanted_;
+  nanobind::tuple origins_;  // of the next result
   nanobind::list results_;
   nanobind::list updated_;
 };

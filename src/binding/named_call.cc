@@ -125,12 +125,15 @@ void NamedCall::match(const std::string& name, const ConstTensorView& tensor,
     }
     const int64_t found = tensor.shape[i] - term.number;
     if (found < 0) mismatch("");
+    const ExtentOrigin origin{{name, static_cast<int>(i)}, -term.number, {}};
     const auto axis = axes_.find(term.name);
     if (axis == axes_.end()) {
-      axes_.emplace(term.name, Axis{found, name});
+      axes_.emplace(term.name, Axis{found, name, origin});
     } else if (axis->second.extent != found) {
       mismatch(" with " + axis->first + " = " + std::to_string(axis->second.extent) + " from " +
                axis->second.source);
+    } else if (axis->second.origin.axis.input.empty()) {
+      axis->second.origin = origin;
     }
   }
 }
@@ -186,6 +189,19 @@ int NamedCall::rank_of(std::string_view name) {
   return static_cast<int>(answer(name, [&] { return tensors_.find(std::string(name)).rank; }));
 }
 
+std::vector<ExtentOrigin> NamedCall::output_origins(std::string_view declaration) const {
+  const Declaration expected = parse(declaration);
+  std::vector<ExtentOrigin> origins(expected.num_axes);
+  for (size_t i = 0; i < expected.num_axes; ++i) {
+    const AxisTerm& term = expected.axes[i];
+    const auto found = axes_.find(term.name);
+    if (found == axes_.end()) continue;
+    origins[i] = found->second.origin;
+    origins[i].added += term.number;
+  }
+  return origins;
+}
+
 std::vector<int64_t> NamedCall::output_shape(const std::string& name,
                                              std::string_view declaration) {
   const Declaration expected = parse(declaration);
@@ -224,6 +240,7 @@ TensorView NamedCall::out(std::string_view name, std::string_view declaration) {
     return given;
   }
   const DType dtype = parse_dtype(parse(declaration).types.front());
+  tensors_.output_origins(key, output_origins(declaration));
   const std::vector<int64_t> shape = output_shape(key, declaration);
   remember(name, [&](RecordedStep& step) {
     step.dtype = dtype;
@@ -285,11 +302,20 @@ int64_t NamedCall::extent(std::string_view axis) {
   return answer(axis, [&] { return known_extent(axis); });
 }
 
-void NamedCall::set_extent(std::string_view axis, int64_t extent, std::string_view source) {
+void NamedCall::set_extent(std::string_view axis, int64_t extent, std::string_view source,
+                           std::initializer_list<std::string_view> by) {
   if (repeats_ != nullptr) return;
   const std::string from(source);
   if (extent < 0) refuse(from + " = " + std::to_string(extent) + ", expected >= 0");
-  axes_.insert_or_assign(std::string(axis), Axis{extent, from});
+  ExtentOrigin origin;
+  for (const std::string_view name : by) {
+    const auto found = axes_.find(name);
+    if (found == axes_.end()) continue;
+    const ExtentOrigin& its = found->second.origin;
+    if (!its.axis.input.empty()) origin.by.push_back(its.axis);
+    origin.by.insert(origin.by.end(), its.by.begin(), its.by.end());
+  }
+  axes_.insert_or_assign(std::string(axis), Axis{extent, from, std::move(origin)});
 }
 
 const Json* NamedCall::param(const std::string& name, bool required) {

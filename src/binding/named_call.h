@@ -94,8 +94,10 @@ class NamedCall {
 
   // Axes.
   int64_t extent(std::string_view axis);
-  /// Fixes an axis that no tensor names; negative extents are refused under `source`.
-  void set_extent(std::string_view axis, int64_t extent, std::string_view source);
+  /// Fixes an axis that no tensor has named; negative extents are refused under `source`.
+  /// `by`: the axes that decide it beside the parameters, as far as there are any.
+  void set_extent(std::string_view axis, int64_t extent, std::string_view source,
+                  std::initializer_list<std::string_view> by = {});
 
   // Parameters: without a default they are required.
   int64_t integer(std::string_view name, std::optional<int64_t> otherwise = std::nullopt);
@@ -165,6 +167,7 @@ class NamedCall {
   struct Axis {
     int64_t extent;
     std::string source;
+    ExtentOrigin origin;
   };
 
   /// The answer that is repeated; null while a call is planned.
@@ -198,6 +201,7 @@ class NamedCall {
   void match(const std::string& name, const ConstTensorView& tensor, std::string_view declaration);
   void refuse_unknown_names() const;
   void refuse_unknown_outputs() const;
+  std::vector<ExtentOrigin> output_origins(std::string_view declaration) const;
   /// The shape of an output whose axes are known; refused beyond the memory of this machine.
   std::vector<int64_t> output_shape(const std::string& name, std::string_view declaration);
 

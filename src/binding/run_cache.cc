@@ -82,7 +82,7 @@ void run_unpack_rows(NamedCall& call) {
     if (problem.row_format == RowFormat::kR512) tensors.inv_scale = call.in("inv_scale", kInvScale);
     problem.width = bind_width(call, problem.row_format);
   }
-  call.set_extent("width", problem.width, "params.width");
+  call.set_extent("width", problem.width, "params.width", {"D"});
   problem.max_rows = call.extent("N");
   const UnpackRows plan = call.plan<UnpackRows>(problem);
   tensors.out = call.out("out", "bf16 [N, width]");

@@ -200,10 +200,14 @@ void run_index_logits(NamedCall& call) {
   } else {
     call.unused({"k_fp8", "k_scale", "k_start", "k_end"}, "in the paged layout");
   }
-  if (!call.is_given("logits"))
-    call.set_extent("W", logits_width(call, problem), "the longest row");
+  const bool is_given = call.is_given("logits");
+  if (!is_given) {
+    call.set_extent("W", logits_width(call, problem), "the longest row", {"max_pages"});
+  }
+  const bool has_every_key =
+      !is_given && problem.layout == IndexLayout::kRagged && !call.sized_by_contents();
   const IndexLogits plan = call.plan<IndexLogits>(problem);
-  tensors.logits = call.out("logits", "f32 [T, W]");
+  tensors.logits = call.out("logits", has_every_key ? "f32 [T, S]" : "f32 [T, W]");
   call.run(plan, tensors);
 }
 

@@ -84,7 +84,7 @@ void bind_qkv_or_packed(NamedCall& call, Tensors* tensors) {
     call.refuse("qkv = " + to_string(tensors->qkv) + ", expected [T, 2*H*K + HV*V] with HV, V " +
                 "and K of state = " + to_string(tensors->state));
   }
-  call.set_extent("H", keys / dim, "qkv");
+  call.set_extent("H", keys / dim, "qkv", {"D", "HV", "V", "K"});
 }
 
 VerifyMode verify_mode_param(NamedCall& call) {
@@ -105,7 +105,7 @@ int64_t bind_requests(NamedCall& call) {
     call.refuse("params.rows_per_request = " + std::to_string(draft_rows) +
                 ", expected a divisor of the " + std::to_string(rows) + " rows");
   }
-  call.set_extent("R", rows / draft_rows, "rows / rows_per_request");
+  call.set_extent("R", rows / draft_rows, "rows / rows_per_request", {"T"});
   call.set_extent("Td", draft_rows, "params.rows_per_request");
   return draft_rows;
 }
@@ -113,7 +113,7 @@ int64_t bind_requests(NamedCall& call) {
 // What a verify keeps: the axis E of records is 2K + V.
 const char* scratch_declaration(NamedCall& call, VerifyMode mode) {
   if (mode == VerifyMode::kStates) return "f32 [R, Td, HV, V, K]";
-  call.set_extent("E", 2 * call.extent("K") + call.extent("V"), "2*K + V");
+  call.set_extent("E", 2 * call.extent("K") + call.extent("V"), "2*K + V", {"K", "V"});
   return "f32 [R, Td, HV, E]";
 }
 
@@ -406,7 +406,7 @@ void run_kda_stage_inter(NamedCall& call) {
   if (!call.is_given("chunk_states")) {
     // The most chunks that so many rows and sequences have.
     const int64_t slack = call.extent("N") * (problem.chunk - 1);
-    call.set_extent("E", (call.extent("T") + slack) / problem.chunk, "chunks");
+    call.set_extent("E", (call.extent("T") + slack) / problem.chunk, "chunks", {"N", "T"});
   }
   tensors.chunk_states = call.out("chunk_states", "f32 [E, HV, V, K]");
   tensors.u = call.out("u", stage_type(problem, "[T, HV, V]"));

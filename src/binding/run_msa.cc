@@ -73,10 +73,10 @@ void bind_selection(NamedCall& call, Problem* problem) {
 template <class Problem>
 TensorView out_blocks(NamedCall& call, const Problem& problem) {
   const bool is_union = problem.index_reduce == IndexReduce::kUnion;
-  call.set_extent("Hkv", problem.num_kv_heads, "params.num_kv_heads");
+  call.set_extent("Hkv", problem.num_kv_heads, "params.num_kv_heads", {"Hi"});
   call.set_extent("K",
                   is_union ? problem.num_heads / problem.num_kv_heads * problem.topk : problem.topk,
-                  "params.topk");
+                  "params.topk", {"Hi"});
   return call.out("blocks", problem.blocks_layout == BlocksLayout::kHeadMajor ? "i32 [Hkv, T, K]"
                                                                               : "i32 [T, Hkv, K]");
 }
@@ -125,7 +125,7 @@ void run_build_page_table(NamedCall& call) {
   problem.max_pages = call.integer(
       "max_pages", width / problem.page_size + (width % problem.page_size != 0 ? 1 : 0));
   const BuildPageTable plan = call.plan<BuildPageTable>(problem);
-  call.set_extent("max_pages", problem.max_pages, "params.max_pages");
+  call.set_extent("max_pages", problem.max_pages, "params.max_pages", {"W"});
   tensors.page_table = call.out("page_table", "i32 [R, max_pages]");
   call.run(plan, tensors);
 }

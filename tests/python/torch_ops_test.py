@@ -23,6 +23,11 @@ WORDS = {np.dtype(np.float32): "f32", np.dtype(np.int32): "i32", np.dtype(np.int
 SIZED_BY_CONTENTS = {"metadata_refresh", "context_split", "build_swa_indices", "index_gather"}
 
 
+def listed(results):
+    """Results of an operator of torch.ops, however many."""
+    return list(results) if isinstance(results, (list, tuple)) else results_of(results)
+
+
 def shapes_of(op, arguments):
     every = {name: None for name in fovea_arguments(op)} | arguments
     tensors, params = keywords(getattr(fovea, op), every)
@@ -48,7 +53,7 @@ class ShapesTest(Case):
                 results = getattr(fovea, op)(**arguments, **more)
                 results = [] if results is None else list(results) if isinstance(results, tuple) else [results]
                 self.assertEqual([(WORDS[result.dtype], result.shape) for result in results],
-                                 [(word, shape) for _, word, shape in expected])  # fmt: skip
+                                 [(word, shape) for _, word, shape, _ in expected])  # fmt: skip
                 changed = {name for name, value in before.items() if (value != arguments[name]).any()}
                 self.assertLessEqual(changed, set(shapes_of(op, before | arguments)[1]))
 
@@ -73,10 +78,9 @@ class TorchOpsTest(Case):
         for op, arguments in self.operators().items():
             with self.subTest(op):
                 tensors = self.tensors(arguments)
-                actual = getattr(torch.ops.fovea, op)(**tensors)
+                actual = listed(getattr(torch.ops.fovea, op)(**tensors))
                 more = {"return_max_logits": True} if op == "sparse_mla" else {}
                 expected = results_of(getattr(fovea, op)(**arguments, **more))
-                actual = results_of(tuple(actual) if isinstance(actual, list) else actual)
                 self.assertEqual(len(actual), len(expected))
                 for mine, other in zip(actual, expected):
                     self.assert_same(to_numpy(mine), other)
@@ -109,6 +113,53 @@ class TorchOpsTest(Case):
         for mine, expected in zip(compiled(**tensors), step(**other)):
             self.assertTrue(torch.equal(mine, expected))
         self.assertTrue(torch.equal(tensors["pool"], other["pool"]))
+
+    def test_sizes_stay_symbolic(self):
+        """One graph serves every number of rows, of pages and of requests."""
+        graphs = []
+
+        def count(graph, inputs):
+            graphs.append(graph)
+            return graph
+
+        def select(logits, row_len, q, kv):
+            lists = torch.ops.fovea.topk_select(logits, row_len, 4)
+            out, lse, _ = torch.ops.fovea.sparse_mla(q, kv, lists, 0.1)
+            starts = torch.ops.fovea.split_schedule(row_len, parts=3)[1]
+            return lists, out, lse, starts
+
+        compiled = torch.compile(select, fullgraph=True, dynamic=True, backend=count)
+        for rows, keys in ((3, 8), (5, 8), (2, 16), (17, 40)):
+            tensors = torch.rand(rows, keys), torch.full((rows,), keys, dtype=torch.int32)
+            latent = torch.rand(rows, 2, 576).bfloat16(), torch.rand(keys, 576).bfloat16()
+            actual, expected = compiled(*tensors, *latent), select(*tensors, *latent)
+            for mine, other in zip(actual, expected):
+                self.assertEqual(mine.shape, other.shape)
+                self.assertTrue(torch.equal(mine, other))
+        self.assertEqual(len(graphs), 1)
+
+    def test_every_fake_follows_its_origins(self):
+        """Under a trace with symbolic sizes every operator's results have the sizes that the operator gives."""
+        from torch._dynamo.source import ConstantSource
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+        for op, arguments in self.operators().items():
+            tensors = self.tensors(arguments)
+            expected = listed(getattr(torch.ops.fovea, op)(**self.tensors(arguments)))
+            with self.subTest(op), FakeTensorMode(shape_env=ShapeEnv()) as mode:
+                fakes = {
+                    name: mode.from_tensor(
+                        value, source=ConstantSource(name),
+                        symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC] * value.dim()),
+                    ) if isinstance(value, torch.Tensor) else value
+                    for name, value in tensors.items()
+                }  # fmt: skip
+                actual = listed(getattr(torch.ops.fovea, op)(**fakes))
+                fixed = [n for one in actual for n in one.shape if isinstance(n, int) or not n.node.expr.free_symbols]
+                is_fixed = len(fixed) == sum(one.dim() for one in actual)
+                self.assertEqual(is_fixed, not actual or op in ("metadata_check", "paged_schedule"))
+                self.assertEqual([[int(n) for n in one.shape] for one in actual], [list(one.shape) for one in expected])
 
     def test_wrong_calls_are_named_errors_under_fakes_too(self):
         from torch._subclasses.fake_tensor import FakeTensorMode
