@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "src/core/cuda/error.cuh"
+#include "src/core/cuda/kernel_limits.cuh"
 #include "src/core/cuda/mbarrier.cuh"
 #include "src/core/cuda/mma.cuh"
 
@@ -128,7 +129,8 @@ __device__ inline void copy_to_block(const void* own, int bytes, Mbarrier& full,
 /// Clusters of more than 8 blocks, up to 16, which not every GPU of the generation promises.
 template <class Kernel>
 void allow_large_clusters(Kernel* kernel) {
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+  check(raise_attribute(reinterpret_cast<const void*>(kernel),
+                        cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
         "cudaFuncSetAttribute");
 }
 

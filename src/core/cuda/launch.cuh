@@ -8,6 +8,7 @@
 
 #include "fovea/device.h"
 #include "src/core/cuda/error.cuh"
+#include "src/core/cuda/kernel_limits.cuh"
 #include "src/core/cuda_runtime.h"
 #include "src/core/kernel_fault.h"
 
@@ -34,8 +35,9 @@ void launch(const char* op, void (*kernel)(Params...), const LaunchShape& shape,
   if (shape.grid.x == 0 || shape.grid.y == 0 || shape.grid.z == 0) return;
   cudaError_t status = cudaSuccess;
   if (shape.shared_bytes > size_t{48} << 10) {
-    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  static_cast<int>(shape.shared_bytes));
+    status = raise_attribute(reinterpret_cast<const void*>(kernel),
+                             cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(shape.shared_bytes));
   }
   if (status == cudaSuccess && kernel_launch_fails()) status = cudaErrorLaunchOutOfResources;
   if (status == cudaSuccess) {
