@@ -76,7 +76,13 @@ class FOVEA_API CallTensors {
   virtual TensorView output(const std::string& name, DType dtype,
                             const std::vector<int64_t>& shape) = 0;
 
-  /// The same for a result that the host computes.
+  /// The same for a result of which the operator writes every element, whatever was in it.
+  virtual TensorView written_output(const std::string& name, DType dtype,
+                                    const std::vector<int64_t>& shape) {
+    return output(name, dtype, shape);
+  }
+
+  /// As output() for a result that the host computes.
   virtual TensorView host_output(const std::string& name, DType dtype,
                                  const std::vector<int64_t>& shape) = 0;
 

@@ -21,11 +21,14 @@ std::string device_name(DeviceKind kind, int ordinal) {
 constexpr std::array<DType, 5> kTypes = {DType::kU8, DType::kI32, DType::kI64, DType::kF32,
                                          DType::kBf16};
 
-// How a package makes a tensor of zeros. Looked up once; modules that are imported stay.
+// How a package makes a tensor. Looked up once; modules that are imported stay.
 class Maker {
  public:
   Maker(const char* module, const char* bf16_module, const char* bf16)
-      : zeros_(nb::module_::import_(module).attr("zeros")) {
+      : zeros_(nb::module_::import_(module).attr("zeros")),
+        empty_(nb::module_::import_(module).attr("empty")),
+        dtype_(nb::make_tuple("dtype")),
+        dtype_and_device_(nb::make_tuple("dtype", "device")) {
     const nb::module_ types = nb::module_::import_(module);
     for (const DType dtype : kTypes) {
       const char* name = dtype == DType::kU8    ? "uint8"
@@ -46,12 +49,15 @@ class Maker {
     return *maker;
   }
 
-  nb::object operator()(DType dtype, const nb::tuple& shape) const {
-    return zeros_(shape, nb::arg("dtype") = type(dtype));
-  }
-  nb::object operator()(DType dtype, const nb::tuple& shape, const std::string& device) const {
-    return zeros_(shape, nb::arg("dtype") = type(dtype),
-                  nb::arg("device") = nb::str(device.c_str()));
+  /// numpy has no devices.
+  nb::object operator()(DType dtype, const nb::tuple& shape, bool zeroed,
+                        nb::handle device = {}) const {
+    PyObject* const arguments[] = {shape.ptr(), type(dtype).ptr(), device.ptr()};
+    const nb::tuple& keywords = device.is_valid() ? dtype_and_device_ : dtype_;
+    nb::object tensor = nb::steal(
+        PyObject_Vectorcall((zeroed ? zeros_ : empty_).ptr(), arguments, 1, keywords.ptr()));
+    if (!tensor.is_valid()) throw nb::python_error();
+    return tensor;
   }
 
  private:
@@ -60,9 +66,22 @@ class Maker {
                                       kTypes.begin())];
   }
 
-  nb::object zeros_;
+  nb::object zeros_, empty_;
+  nb::tuple dtype_, dtype_and_device_;  // names of keywords
   std::vector<nb::object> types_;
 };
+
+// torch's device objects, the CPU first. The GIL is held.
+nb::handle torch_device(DeviceKind kind, int ordinal) {
+  static auto* const known = new std::vector<nb::object>;
+  const auto number = kind == DeviceKind::kCpu ? size_t{0} : static_cast<size_t>(ordinal) + 1;
+  while (known->size() <= number) {
+    const int next = static_cast<int>(known->size()) - 1;
+    const std::string name = device_name(next < 0 ? DeviceKind::kCpu : DeviceKind::kCuda, next);
+    known->push_back(nb::module_::import_("torch").attr("device")(name.c_str()));
+  }
+  return (*known)[number];
+}
 
 const NamedTensor* find_in(const std::vector<NamedTensor>& tensors, std::string_view name) {
   for (const NamedTensor& entry : tensors) {
@@ -186,11 +205,11 @@ bool PythonCallTensors::wants(const std::string& name) const {
   return std::find(unwanted_.begin(), unwanted_.end(), name) == unwanted_.end();
 }
 
-nb::object PythonCallTensors::make(DType dtype, const nb::tuple& shape) const {
-  if (!uses_torch_) return Maker::numpy()(dtype, shape);
-  const std::string device = device_name(device_kind_, ordinal_);
+nb::object PythonCallTensors::make(DType dtype, const nb::tuple& shape, bool zeroed) const {
+  if (!uses_torch_) return Maker::numpy()(dtype, shape, zeroed);
+  const nb::handle device = torch_device(device_kind_, ordinal_);
   if (device_kind_ == DeviceKind::kCpu || stream_.is_none()) {
-    return Maker::torch()(dtype, shape, device);
+    return Maker::torch()(dtype, shape, zeroed, device);
   }
   // Made where it is used: the zeros come before the results, and torch gives the memory to nobody
   // before that stream is done with it.
@@ -209,11 +228,21 @@ nb::object PythonCallTensors::make(DType dtype, const nb::tuple& shape) const {
       }
     }
   } leave{context};
-  return Maker::torch()(dtype, shape, device);
+  return Maker::torch()(dtype, shape, zeroed, device);
 }
 
 TensorView PythonCallTensors::output(const std::string& name, DType dtype,
                                      const std::vector<int64_t>& shape) {
+  return provide(name, dtype, shape, true);
+}
+
+TensorView PythonCallTensors::written_output(const std::string& name, DType dtype,
+                                             const std::vector<int64_t>& shape) {
+  return provide(name, dtype, shape, false);
+}
+
+TensorView PythonCallTensors::provide(const std::string& name, DType dtype,
+                                      const std::vector<int64_t>& shape, bool zeroed) {
   if (device_kind_ == DeviceKind::kCuda && !uses_torch_) {
     throw Error(ErrorCode::kInvalidArgument,
                 label(name).text() +
@@ -228,7 +257,7 @@ TensorView PythonCallTensors::output(const std::string& name, DType dtype,
   }
   nb::object object;
   try {
-    object = make(dtype, extents);
+    object = make(dtype, extents, zeroed);
   } catch (nb::python_error& error) {
     if (!is_out_of_memory(error)) throw;
     throw Error(ErrorCode::kOutOfMemory,

@@ -72,6 +72,8 @@ class PythonCallTensors final : public CallTensors {
   bool wants(const std::string& name) const override;
   TensorView output(const std::string& name, DType dtype,
                     const std::vector<int64_t>& shape) override;
+  TensorView written_output(const std::string& name, DType dtype,
+                            const std::vector<int64_t>& shape) override;
   TensorView host_output(const std::string& name, DType dtype,
                          const std::vector<int64_t>& shape) override {
     return output(name, dtype, shape);
@@ -104,7 +106,9 @@ class PythonCallTensors final : public CallTensors {
   void add(std::string_view name, nanobind::handle object, std::vector<NamedTensor>* tensors);
   void place(std::string_view name, const ImportedTensor& tensor);
   bool is_given(std::string_view name) const;
-  nanobind::object make(DType dtype, const nanobind::tuple& shape) const;
+  TensorView provide(const std::string& name, DType dtype, const std::vector<int64_t>& shape,
+                     bool zeroed);
+  nanobind::object make(DType dtype, const nanobind::tuple& shape, bool zeroed) const;
   Stream stream() const;
   Label label(std::string_view name) const { return {op_, name}; }
 

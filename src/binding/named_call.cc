@@ -226,10 +226,16 @@ std::vector<int64_t> NamedCall::output_shape(const std::string& name,
   return shape;
 }
 
-TensorView NamedCall::out(std::string_view name, std::string_view declaration) {
+TensorView NamedCall::provide(const std::string& name, DType dtype,
+                              const std::vector<int64_t>& shape, Writes writes) const {
+  return writes == Writes::kAll ? tensors_.written_output(name, dtype, shape)
+                                : tensors_.output(name, dtype, shape);
+}
+
+TensorView NamedCall::out(std::string_view name, std::string_view declaration, Writes writes) {
   if (const RecordedStep* step = repeated(name)) {
     return step->is_there ? tensors_.given_output(step->name)
-                          : tensors_.output(step->name, step->dtype, step->shape);
+                          : provide(step->name, step->dtype, step->shape, writes);
   }
   const std::string key(name);
   known_outputs_.insert(key);
@@ -246,16 +252,17 @@ TensorView NamedCall::out(std::string_view name, std::string_view declaration) {
     step.dtype = dtype;
     step.shape = shape;
   });
-  return tensors_.output(key, dtype, shape);
+  return provide(key, dtype, shape, writes);
 }
 
-TensorView NamedCall::out_if_wanted(std::string_view name, std::string_view declaration) {
+TensorView NamedCall::out_if_wanted(std::string_view name, std::string_view declaration,
+                                    Writes writes) {
   const bool is_wanted = answer(name, [&] {
                            const std::string key(name);
                            known_outputs_.insert(key);
                            return tensors_.given_output(key).defined() || tensors_.wants(key);
                          }) != 0;
-  return is_wanted ? out(name, declaration) : TensorView{};
+  return is_wanted ? out(name, declaration, writes) : TensorView{};
 }
 
 TensorView NamedCall::update(std::string_view name, std::string_view declaration) {

@@ -63,6 +63,9 @@ class NameSet {
 /// parameter, found and expected.
 class NamedCall {
  public:
+  /// What an operator writes of a result, given or new, in a call that succeeds.
+  enum class Writes { kSome, kAll };
+
   /// `record`, unless null, receives the answers.
   NamedCall(std::string op, CallTensors& tensors, const Json& params, const Device& device,
             const Options& options, RecordedCall* record);
@@ -77,11 +80,14 @@ class NamedCall {
   const int32_t* values(std::string_view name);
   /// Whether to size results by the contents of lengths where there is a bound too.
   bool sized_by_contents() const { return tensors_.sized_by_contents(); }
-  /// An output: the caller's tensor, or a zero-filled one, for which every axis must be known.
-  TensorView out(std::string_view name, std::string_view declaration);
+  /// An output: the caller's tensor, or a new one, for which every axis must be known: zero-filled,
+  /// unless all of it is written.
+  TensorView out(std::string_view name, std::string_view declaration,
+                 Writes writes = Writes::kSome);
   /// The same for a result that an operator may leave out: undefined when the caller does not want
   /// it.
-  TensorView out_if_wanted(std::string_view name, std::string_view declaration);
+  TensorView out_if_wanted(std::string_view name, std::string_view declaration,
+                           Writes writes = Writes::kSome);
   /// Whether the caller brings the memory of an output, whose axes may then be any.
   bool is_given(std::string_view name);
   /// An input that is changed.
@@ -201,6 +207,8 @@ class NamedCall {
   void match(const std::string& name, const ConstTensorView& tensor, std::string_view declaration);
   void refuse_unknown_names() const;
   void refuse_unknown_outputs() const;
+  TensorView provide(const std::string& name, DType dtype, const std::vector<int64_t>& shape,
+                     Writes writes) const;
   std::vector<ExtentOrigin> output_origins(std::string_view declaration) const;
   /// The shape of an output whose axes are known; refused beyond the memory of this machine.
   std::vector<int64_t> output_shape(const std::string& name, std::string_view declaration);

@@ -222,7 +222,7 @@ void run_topk_select(NamedCall& call) {
   problem.max_rows = call.extent("T");
   problem.max_width = call.extent("W");
   const TopkSelect plan = call.plan<TopkSelect>(problem);
-  tensors.indices = call.out("indices", "i32 [T, K]");
+  tensors.indices = call.out("indices", "i32 [T, K]", NamedCall::Writes::kAll);
   call.run(plan, tensors);
 }
 
@@ -236,7 +236,7 @@ void run_index_select(NamedCall& call) {
               "by this layout and transform");
   problem.max_width = selection_width(call, problem);
   const IndexSelect plan = call.plan<IndexSelect>(problem);
-  tensors.indices = call.out("indices", "i32 [T, K]");
+  tensors.indices = call.out("indices", "i32 [T, K]", NamedCall::Writes::kAll);
   call.run(plan, tensors);
 }
 

@@ -192,7 +192,7 @@ void run_kda_decode(NamedCall& call) {
   problem.check = call.flag("check", false);
   problem.max_rows = call.extent("T");
   const KdaDecode plan = call.plan<KdaDecode>(problem);
-  tensors.out = call.out("out", "bf16 [T, HV, V]");
+  tensors.out = call.out("out", "bf16 [T, HV, V]", NamedCall::Writes::kAll);
   call.run(plan, tensors);
 }
 

@@ -128,9 +128,9 @@ void run_sparse_mla(NamedCall& call) {
   problem.head_dim_qk = call.extent("Dqk");
   problem.topk = call.extent("K");
   const SparseMla plan = call.plan<SparseMla>(problem);
-  tensors.out = call.out("out", "bf16 [T, H, 512]");
-  tensors.lse = call.out("lse", "f32 [T, H]");
-  tensors.max_logits = call.out_if_wanted("max_logits", "f32 [T, H]");
+  tensors.out = call.out("out", "bf16 [T, H, 512]", NamedCall::Writes::kAll);
+  tensors.lse = call.out("lse", "f32 [T, H]", NamedCall::Writes::kAll);
+  tensors.max_logits = call.out_if_wanted("max_logits", "f32 [T, H]", NamedCall::Writes::kAll);
   call.run(plan, tensors);
 }
 

@@ -196,8 +196,8 @@ void run_msa_attend(NamedCall& call) {
     call.refuse("params.softmax_scale = 0, expected > 0");
   problem.causal = call.flag("causal", true);
   const MsaAttend plan = call.plan<MsaAttend>(problem);
-  tensors.out = call.out("out", "bf16 [T, Hq, D]");
-  tensors.lse = call.out("lse", "f32 [T, Hq]");
+  tensors.out = call.out("out", "bf16 [T, Hq, D]", NamedCall::Writes::kAll);
+  tensors.lse = call.out("lse", "f32 [T, Hq]", NamedCall::Writes::kAll);
   call.run(plan, tensors);
 }
 
