@@ -16,10 +16,14 @@ from support import BF16, E4M3
 
 
 class HostView:
-    """A view of the library's memory on the device, read where a test asks for an array."""
+    """A view of the library's memory on the device: read where a test asks for an array, an argument as it is."""
 
     def __init__(self, view):
         self.view, self.shape, self.dtype = view, view.shape, view.dtype
+
+    @property
+    def __array_interface__(self):
+        return {"data": (torch.from_dlpack(self.view).data_ptr(), False)}  # only where it is
 
     def numpy(self):
         return to_numpy(torch.from_dlpack(self.view).cpu())
@@ -94,6 +98,8 @@ class Copies:
         return moved
 
     def put(self, value):
+        if isinstance(value, HostView):
+            return value.view
         if isinstance(value, fovea.TensorView) and value.device == "cpu":
             value = value.numpy()
         if isinstance(value, np.ndarray):

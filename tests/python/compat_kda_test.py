@@ -10,7 +10,7 @@ import numpy as np
 import fovea
 import fovea.compat
 import peers
-from support import Case
+from support import GPU, Case
 
 try:
     import torch
@@ -21,7 +21,7 @@ DIM, HEADS, SLOTS = 128, 2, 14
 
 
 def values(tensor):
-    return tensor.double().numpy()
+    return tensor.double().cpu().numpy()
 
 
 def normalised(rows, rounded):
@@ -53,11 +53,11 @@ def recurrence(q, k, v, decay, beta, state, scale):
 class Batch:
     """Packed sequences over a pool of states, as an engine has them."""
 
-    def __init__(self, lengths, seed=3, lower_bound=None):
+    def __init__(self, lengths, seed=3, lower_bound=None, device="cpu"):
         rng = np.random.default_rng(seed)
 
         def random(*shape, scale=1.0):
-            return torch.from_numpy((rng.standard_normal(shape) * scale).astype(np.float32))
+            return torch.from_numpy((rng.standard_normal(shape) * scale).astype(np.float32)).to(device)
 
         tokens = sum(lengths)
         self.lengths, self.lower_bound = lengths, lower_bound
@@ -66,8 +66,8 @@ class Batch:
         self.beta = torch.sigmoid(random(1, tokens, HEADS)).to(torch.bfloat16).float()
         self.a_log, self.dt_bias = random(1, 1, HEADS, 1, scale=0.3), random(HEADS * DIM, scale=0.3)
         self.states = random(SLOTS, HEADS, DIM, DIM, scale=0.1)
-        self.slots = torch.from_numpy(rng.permutation(SLOTS - 1)[: len(lengths)].astype(np.int32))
-        self.starts = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
+        self.slots = torch.from_numpy(rng.permutation(SLOTS - 1)[: len(lengths)].astype(np.int32)).to(device)
+        self.starts = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=device)
 
     def arguments(self, states):
         return ((self.q, self.k, self.v, self.g, self.beta),
@@ -176,6 +176,7 @@ class KdaTest(Case):
 class EngineTest(Case):
     """The engine's kernel, with stand-ins for the two classes of its own that it imports."""
 
+    device = "cpu"
     KERNELS = "sglang.srt.layers.attention.linear.kernels"
 
     def setUp(self):
@@ -221,7 +222,7 @@ class EngineTest(Case):
     def test_several_sequences_run_on_the_dense_kernel(self):
         for lower_bound in (None, -5.0):
             with self.subTest(lower_bound=lower_bound):
-                batch = Batch([70, 5, 33], lower_bound=lower_bound)
+                batch = Batch([70, 5, 33], lower_bound=lower_bound, device=self.device)
                 states = batch.states.clone()
                 out, inner = self.extend(batch, states, return_intermediate_states=True, track_ssm_h_src=torch.empty(0))
                 expected, pool, _ = batch.expected(rounded=True)
@@ -231,8 +232,7 @@ class EngineTest(Case):
         self.assertEqual(self.fallbacks, [])
 
     def test_other_batches_run_on_the_fallback(self):
-        one = Batch([40])
-        interior = Batch([70, 5])
+        one, interior = Batch([40], device=self.device), Batch([70, 5], device=self.device)
         for batch, more in ((one, {}), (interior, {"is_spec_decode": True}),
                             (interior, {"return_intermediate_states": True, "track_ssm_h_src": torch.zeros(1)})):  # fmt: skip
             with self.subTest(more=sorted(more)):
@@ -244,7 +244,7 @@ class EngineTest(Case):
         self.assertEqual(self.fallbacks, [1, 2, 2])
 
     def test_a_failure_restores_the_states_and_falls_back(self):
-        batch = Batch([2] * 9)  # two groups
+        batch = Batch([2] * 9, device=self.device)  # two groups
         calls = []
 
         def failing(*args, **kwargs):
@@ -261,6 +261,11 @@ class EngineTest(Case):
         expected, pool = self.native(batch)
         self.assertEqual((calls, self.fallbacks), ([8, 1], [9]))
         self.assertTrue(torch.equal(out, expected) and torch.equal(states, pool))
+
+
+@peers.needs_gpu
+class GpuEngineTest(EngineTest):
+    device = GPU
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import backends_test
 import fovea
 import hostile_test
 from calls import legal_calls
-from support import BF16, Case, Elsewhere, run_threads
+from support import BF16, GPU, Case, Elsewhere, reason_without_gpu, run_threads
 
 try:
     import torch
@@ -26,30 +26,29 @@ else:
     from torch_test import results_of
 
 HERE = pathlib.Path(__file__).parent
-SUITES = ("operators_test", "backends_test", "compat_dsa_test", "compat_kda_test", "compat_msa_test", "compat_swa_test")
-
-
-def reason_to_skip():
-    if torch is None:
-        return "torch is not installed"
-    there, reason = fovea.available("topk_select", "cuda")
-    if not there:
-        return reason
-    return "" if torch.cuda.is_available() else "torch sees no GPU"
+SUITES = (
+    "operators_test", "backends_test", "compat_dsa_test", "compat_kda_test", "compat_msa_test", "compat_swa_test",
+    "sglang_steps_test", "sglang_forward_test", "sglang_graphs_test",
+)  # fmt: skip
+# What suites share: loaded anew for each, because its calls go to the device, too.
+SHARED = ("engine", "sglang_steps_test")
 
 
 READ_ONLY = "test_a_read_only_pool_is_refused"
-DEVICE, SKIPPED = "cuda:0", reason_to_skip()
+DEVICE, SKIPPED = GPU, reason_without_gpu()
 
 
 def suite_on(device, name):
-    """The classes of a suite, their calls on the device."""
+    """The classes of a suite, their calls on the device; those that know devices themselves are left out."""
+    before = {shared: sys.modules.pop(shared, None) for shared in SHARED}
     spec = importlib.util.spec_from_file_location(f"cuda_{name}", HERE / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.fovea = away.Package(device)
+    for loaded in [module, *(sys.modules.pop(shared) for shared in SHARED if shared in sys.modules)]:
+        loaded.fovea = away.Package(device)
+    sys.modules.update({shared: kept for shared, kept in before.items() if kept is not None})
     kinds = {key: kind for key, kind in vars(module).items()
-             if isinstance(kind, type) and issubclass(kind, Case) and kind is not Case}  # fmt: skip
+             if isinstance(kind, type) and issubclass(kind, Case) and kind is not Case and not hasattr(kind, "device")}  # fmt: skip
     for kind in kinds.values():
         if hasattr(kind, READ_ONLY):
             setattr(kind, READ_ONLY, unittest.skip("torch has no read-only memory")(getattr(kind, READ_ONLY)))
@@ -443,7 +442,10 @@ if SKIPPED:
 else:
     for suite in SUITES:
         for key, kind in suite_on(DEVICE, suite).items():
-            globals()[("FullCuda" if key.startswith("Full") else "Cuda") + key] = kind
+            # Suites have classes of the same name.
+            kind.__name__ = kind.__qualname__ = f"{'Full' if key.startswith('Full') else ''}Cuda_{suite.removesuffix('_test')}_{key}"
+            kind.__module__ = __name__
+            globals()[kind.__name__] = kind
 
 
 if __name__ == "__main__":

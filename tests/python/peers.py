@@ -1,4 +1,4 @@
-"""Texts of engines' files, for tests that execute them over fovea.compat.
+"""Texts of engines' files, for tests that execute them over fovea.compat, with tensors of the CPU and of a GPU.
 
 FOVEA_PEER_SOURCES names a folder with them: NUMBER_*.txt, the file's path on the first line, then the source.
 """
@@ -6,6 +6,8 @@ FOVEA_PEER_SOURCES names a folder with them: NUMBER_*.txt, the file's path on th
 import os
 import pathlib
 import unittest
+
+from support import reason_without_gpu
 
 SOURCES = os.environ.get("FOVEA_PEER_SOURCES", "")
 
@@ -16,6 +18,11 @@ def find(number):
 
 def needs(number):
     return unittest.skipUnless(find(number), f"FOVEA_PEER_SOURCES names no folder with {number}_*.txt")
+
+
+def needs_gpu(kind):
+    reason = reason_without_gpu()
+    return unittest.skipIf(reason, reason)(kind)
 
 
 def execute(number):

@@ -7,6 +7,26 @@ import unittest
 import ml_dtypes
 import numpy as np
 
+import fovea
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+GPU = "cuda:0"
+
+
+def reason_without_gpu():
+    """Why no test can run on a GPU here; empty when tests can."""
+    if torch is None:
+        return "torch is not installed"
+    there, reason = fovea.available("topk_select", "cuda")
+    if not there:
+        return reason
+    return "" if torch.cuda.is_available() else "torch sees no GPU"
+
+
 BF16 = ml_dtypes.bfloat16
 E4M3 = ml_dtypes.float8_e4m3fn
 
@@ -16,7 +36,8 @@ def bf16(rng, *shape, scale=1.0):
 
 
 def f64(array):
-    return np.asarray(array).astype(np.float64)
+    """Of numpy or torch, wherever it is."""
+    return np.asarray(array.cpu() if hasattr(array, "cpu") else array).astype(np.float64)
 
 
 def e4m3_values(codes):
