@@ -29,5 +29,12 @@ Refusal sparse_mla_cuda_sm90_preferred(const SparseMlaProblem& problem);
 size_t sparse_mla_cuda_sm90_workspace(const SparseMlaProblem& problem, const Device& device);
 void sparse_mla_cuda_sm90(const SparseMlaProblem& problem, const Device& device,
                           const SparseMlaTensors& tensors, Workspace workspace, Stream stream);
+/// The same with blocks of 16 heads; fast over v32 rows.
+Refusal sparse_mla_cuda_sm90_few_heads_preferred(const SparseMlaProblem& problem);
+size_t sparse_mla_cuda_sm90_few_heads_workspace(const SparseMlaProblem& problem,
+                                                const Device& device);
+void sparse_mla_cuda_sm90_few_heads(const SparseMlaProblem& problem, const Device& device,
+                                    const SparseMlaTensors& tensors, Workspace workspace,
+                                    Stream stream);
 
 }  // namespace fovea::internal

@@ -6,9 +6,11 @@
 
 namespace fovea::test::gpu {
 
-/// Plans and runs sparse_mla on the model, with settings(): cuda_portable and cuda_sm90.
+/// Plans and runs sparse_mla on the model, with settings(): cuda_portable, cuda_sm90 and
+/// cuda_sm90_few_heads.
 void run_sparse_mla(SparseMlaProblem problem, const SparseMlaTensors& tensors);
 void run_sparse_mla_sm90(SparseMlaProblem problem, const SparseMlaTensors& tensors);
+void run_sparse_mla_few_heads(SparseMlaProblem problem, const SparseMlaTensors& tensors);
 
 /// What both do with an implementation's functions.
 template <class WorkspaceBytes, class Run>

@@ -103,6 +103,7 @@ __device__ inline void store_columns(void* column, const uint32_t (&pairs)[4]) {
 
 // Registers %0 .. of the sums, as text and as operands.
 #define FOVEA_TEXT_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define FOVEA_TEXT_16 FOVEA_TEXT_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define FOVEA_TEXT_32                                                                \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, " \
   "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -122,6 +123,7 @@ __device__ inline void store_columns(void* column, const uint32_t (&pairs)[4]) {
 #define FOVEA_SUMS_8(b)                                                                 \
   "+f"(s.x[b]), "+f"(s.x[b + 1]), "+f"(s.x[b + 2]), "+f"(s.x[b + 3]), "+f"(s.x[b + 4]), \
       "+f"(s.x[b + 5]), "+f"(s.x[b + 6]), "+f"(s.x[b + 7])
+#define FOVEA_SUMS_16(b) FOVEA_SUMS_8(b), FOVEA_SUMS_8(b + 8)
 #define FOVEA_SUMS_32(b) \
   FOVEA_SUMS_8(b), FOVEA_SUMS_8(b + 8), FOVEA_SUMS_8(b + 16), FOVEA_SUMS_8(b + 24)
 #define FOVEA_SUMS_64 FOVEA_SUMS_32(0), FOVEA_SUMS_32(32)
@@ -149,14 +151,16 @@ __device__ inline void store_columns(void* column, const uint32_t (&pairs)[4]) {
                  "r"(keep_sums), "n"(kSide == PanelSide::kColumns ? 1 : 0))
 
 /// s = (keep_sums ? s : 0) + A B for one step of 16, both taken from panels by their sides; N is
-/// 16, 64, 128 or 256. Asynchronous: `wgmma_fence` before, `wgmma_commit` and `wgmma_wait` behind.
-/// All threads of the warpgroup pass the same arguments.
+/// 16, 32, 64, 128 or 256. Asynchronous: `wgmma_fence` before, `wgmma_commit` and `wgmma_wait`
+/// behind. All threads of the warpgroup pass the same arguments.
 template <PanelSide kSide, int kN, PanelSide kSideOfA = PanelSide::kRows>
 __device__ inline void wgmma(WgmmaSums<kN>& s, PanelMatrix a_matrix, PanelMatrix b_matrix,
                              int keep_sums) {
-  static_assert(kN == 16 || kN == 64 || kN == 128 || kN == 256);
+  static_assert(kN == 16 || kN == 32 || kN == 64 || kN == 128 || kN == 256);
   if constexpr (kN == 16) {
     FOVEA_WGMMA_SHARED("16", FOVEA_TEXT_8, "8", "9", "10", "11", "12", FOVEA_SUMS_8(0));
+  } else if constexpr (kN == 32) {
+    FOVEA_WGMMA_SHARED("32", FOVEA_TEXT_16, "16", "17", "18", "19", "20", FOVEA_SUMS_16(0));
   } else if constexpr (kN == 64) {
     FOVEA_WGMMA_SHARED("64", FOVEA_TEXT_32, "32", "33", "34", "35", "36", FOVEA_SUMS_32(0));
   } else if constexpr (kN == 128) {
@@ -170,8 +174,11 @@ __device__ inline void wgmma(WgmmaSums<kN>& s, PanelMatrix a_matrix, PanelMatrix
 template <PanelSide kSide, int kN>
 __device__ inline void wgmma(WgmmaSums<kN>& s, const WgmmaA& a, PanelMatrix b_matrix,
                              int keep_sums) {
-  static_assert(kN == 64 || kN == 128 || kN == 256);
-  if constexpr (kN == 64) {
+  static_assert(kN == 16 || kN == 64 || kN == 128 || kN == 256);
+  if constexpr (kN == 16) {
+    FOVEA_WGMMA_REGISTERS("16", FOVEA_TEXT_8, "8", "9", "10", "11", "12", "13", "14",
+                          FOVEA_SUMS_8(0));
+  } else if constexpr (kN == 64) {
     FOVEA_WGMMA_REGISTERS("64", FOVEA_TEXT_32, "32", "33", "34", "35", "36", "37", "38",
                           FOVEA_SUMS_32(0));
   } else if constexpr (kN == 128) {
@@ -207,10 +214,12 @@ __device__ inline void wgmma_e4m3(WgmmaSums<kN>& s, PanelMatrix a_matrix, PanelM
 }
 
 #undef FOVEA_TEXT_8
+#undef FOVEA_TEXT_16
 #undef FOVEA_TEXT_32
 #undef FOVEA_TEXT_64
 #undef FOVEA_TEXT_128
 #undef FOVEA_SUMS_8
+#undef FOVEA_SUMS_16
 #undef FOVEA_SUMS_32
 #undef FOVEA_SUMS_64
 #undef FOVEA_SUMS_128

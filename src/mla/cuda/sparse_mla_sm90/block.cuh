@@ -4,55 +4,29 @@
 
 #include "src/core/cuda/mbarrier.cuh"
 #include "src/core/cuda/wgmma.cuh"
-#include "src/mla/cuda/latent_tiles.cuh"
 #include "src/mla/cuda/listed_keys.cuh"
+#include "src/mla/cuda/sparse_mla_launch.cuh"
 #include "src/mla/cuda/sparse_mla_sm90/config.h"
 
 // What a launch is given, and the shared memory of a block.
 namespace fovea::internal::sparse_sm90 {
 
 using cuda::Mbarrier;
+using latent::kLog2E;
+using latent::kMaxPlaces;
 using latent::kNegInf;
+using latent::logit_unit;
 using latent::Outputs;
 using latent::Queries;
 using latent::RowLayout;
 using latent::RowTurn;
 using latent::Scores;
+using latent::Target;
 
 inline constexpr int kPanelBytes = kHeads * cuda::kPanelRowBytes;
 inline constexpr int kTileBytes = kTilePanels * kPanelBytes;
-inline constexpr float kLog2E = 1.44269504f;
 
-// The places of a cache that 32 bits name, in 8 bytes.
-inline constexpr int64_t kMaxPlaces = 0xFFFFFFFF;
-
-struct Params {
-  Queries queries;
-  SparseMlaSegment segments[2];
-  RowLayout layouts[2];
-  Scores scores;
-  Outputs outputs;
-  InverseRotations rotations;
-  int rope_dim;
-  unsigned head_groups;
-  bool wide_out;  // every eighth channel of the output at a multiple of 16 bytes
-
-  __device__ RowParts parts(int64_t t) const {
-    return {segments[0].length(t), segments[1].length(t), outputs.num_parts};
-  }
-};
-
-// The block's heads, one part of row t: its place in the results.
-struct Target {
-  const Params& params;
-  int64_t t;
-  int64_t part;
-  int64_t first_head;
-  bool is_result;  // the row has no other part
-
-  __device__ int64_t head(int in_block) const { return first_head + in_block; }
-  __device__ bool has(int in_block) const { return head(in_block) < params.outputs.num_heads; }
-};
+using Params = latent::RowParams;
 
 // A tile of keys: panels of 64 channels.
 using Tile = uint8_t[kTilePanels][kPanelBytes];

@@ -134,19 +134,6 @@ __device__ __forceinline__ void shrink_values(float low, float high, ValueSums& 
   }
 }
 
-// cap * tanh(x), without a branch.
-__device__ inline float capped(float x, float cap) {
-  const float size = fabsf(x);
-  const float large = 1 - __fdividef(2, cuda::exp2_fast(2 * kLog2E * size) + 1);
-  const float square = x * x;
-  float p = fmaf(1.643758067e-2f, square, -5.267181328e-2f);
-  p = fmaf(p, square, 1.332072505e-1f);
-  p = fmaf(p, square, -3.333294664e-1f);
-  const float small = fmaf(p * square, x, x);
-  // NaN compares as small and stays.
-  return cap * (size > 0.55f ? copysignf(large, x) : small);
-}
-
 // The softmax of two heads of a thread; the four lanes of a head have the same.
 struct HeadState {
   float largest[2] = {kNegInf, kNegInf};  // in units of the dots, or of the capped logits
@@ -160,11 +147,6 @@ struct HeadState {
 };
 // The largest weight is at most 2 to that.
 inline constexpr float kLag = 8;
-
-// From differences of maxima to powers of two.
-__device__ inline float logit_unit(const Scores& scores) {
-  return scores.logit_cap > 0 ? kLog2E : scores.logit_scale * kLog2E;
-}
 
 __device__ inline float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFF, x, 1));
@@ -186,7 +168,8 @@ __device__ __forceinline__ uint32_t softmax(const Scores& scores, uint64_t prese
   if (scores.logit_cap > 0) {
     const float scale = scores.logit_scale / scores.logit_cap;
 #pragma unroll
-    for (int i = 0; i < kKeys / 2; ++i) dots.x[i] = capped(scale * dots.x[i], scores.logit_cap);
+    for (int i = 0; i < kKeys / 2; ++i)
+      dots.x[i] = latent::capped_fast(scale * dots.x[i], scores.logit_cap);
   }
   if (present != ~uint64_t{0}) {
     const uint64_t own = present >> (2 * (lane % 4));

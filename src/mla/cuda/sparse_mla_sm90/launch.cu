@@ -50,16 +50,6 @@ int64_t parts_of(const SparseMlaProblem& problem, const Device& device) {
   return best;
 }
 
-RowLayout layout_of(const SparseMlaSegment& segment) {
-  RowLayout layout{};
-  layout.row_bytes = segment.row_bytes;
-  layout.format = segment.format;
-  layout.aligned = latent::rows_are_aligned(segment) &&
-                   segment.num_pages * segment.page_stride_bytes / 8 <= kMaxPlaces;
-  layout.bf16_scale = segment.inv_scale.is_bf16;
-  return layout;
-}
-
 }  // namespace
 
 size_t sparse_mla_cuda_sm90_workspace(const SparseMlaProblem& problem, const Device& device) {
@@ -73,18 +63,7 @@ void sparse_mla_cuda_sm90(const SparseMlaProblem& problem, const Device& device,
   const cuda::DeviceScope scope(device.ordinal);
   const int64_t num_rows = tensors.q.shape[0], num_parts = parts_of(problem, device);
   WorkspaceCutter cutter(workspace);
-  Params params{};
-  params.queries = latent::device_queries(tensors.q);
-  params.segments[0] = primary_segment(problem, tensors);
-  params.segments[1] = extra_segment(problem, tensors);
-  for (int i = 0; i < 2; ++i) params.layouts[i] = layout_of(params.segments[i]);
-  params.scores = {static_cast<float>(logit_scale(problem)), problem.logit_cap};
-  params.outputs = latent::part_outputs(problem, tensors, num_parts, cutter);
-  params.rotations = InverseRotations(tensors);
-  params.rope_dim = static_cast<int>(problem.inverse_rope_dim);
-  params.head_groups = static_cast<unsigned>(groups_of_heads(problem));
-  params.wide_out = cuda::is_aligned(params.outputs.out.data, 16) &&
-                    params.outputs.out.stride[0] % 8 == 0 && params.outputs.out.stride[1] % 8 == 0;
+  const Params params = latent::row_params(problem, tensors, num_parts, kHeads, cutter);
   cuda::LaunchShape shape{
       dim3(static_cast<unsigned>(num_rows * params.head_groups), static_cast<unsigned>(num_parts)),
       dim3(kThreads)};
@@ -98,9 +77,7 @@ void sparse_mla_cuda_sm90(const SparseMlaProblem& problem, const Device& device,
     cuda::launch("sparse_mla", together ? attend_together<512> : attend<512>, shape, stream,
                  params);
   }
-  latent::launch_fold(
-      {{params.segments[0], params.segments[1]}, params.outputs, params.rotations, params.rope_dim},
-      num_rows, stream);
+  latent::launch_fold(params, num_rows, stream);
 }
 
 }  // namespace fovea::internal

@@ -11,7 +11,6 @@ namespace fovea::internal::sparse_sm90 {
 template <int kHeadDim>
 __device__ __forceinline__ void store_heads(const Target& to, const HeadState& state,
                                             SharedMemory<kHeadDim>& shared) {
-  const Outputs& outputs = to.params.outputs;
   const Scores& scores = to.params.scores;
   const float natural = scores.logit_cap > 0 ? 1.0f : scores.logit_scale;
 #pragma unroll
@@ -23,16 +22,7 @@ __device__ __forceinline__ void store_heads(const Target& to, const HeadState& s
     const float shrink = state.reference[half] == state.largest[half] ? 1.0f : exp2f(lag);
     const float sum = state.sum[half] * shrink;
     const float largest = natural * state.largest[half];
-    if (to.is_result) {
-      const latent::HeadResult result =
-          latent::finish_head(outputs, to.head(in_block), largest, sum);
-      latent::store_head(outputs, to.t, to.head(in_block), result);
-      shared.factors[in_block] = result.factor * shrink;
-    } else {
-      outputs.part_state[outputs.part_index(to.t, to.part, to.head(in_block))] =
-          make_float2(largest, sum);
-      shared.factors[in_block] = shrink;
-    }
+    shared.factors[in_block] = shrink * latent::leave_head(to, in_block, largest, sum);
   }
 }
 
@@ -41,7 +31,6 @@ __device__ __forceinline__ void store_heads(const Target& to, const HeadState& s
 __device__ __forceinline__ void store_values(const Target& to, int first_channel,
                                              const ValueSums& values, const float* factors,
                                              StagedValues& staged) {
-  const Outputs& outputs = to.params.outputs;
   const int lane = threadIdx.x % 32, warp_head = threadIdx.x / 32 % 4 * 16;
 #pragma unroll
   for (int quarter = 0; quarter < 2; ++quarter) {
@@ -59,30 +48,7 @@ __device__ __forceinline__ void store_values(const Target& to, int first_channel
   for (int h = warp_head; h < warp_head + 16; ++h) {
     if (!to.has(h)) break;
     const auto* const from = reinterpret_cast<const float4*>(&staged.x[h][8 * lane]);
-    const float4 low = from[0], high = from[1];
-    const float factor = factors[h];
-    if (!to.is_result) {
-      const int64_t at = outputs.part_index(to.t, to.part, to.head(h)) * kValueDim + channel;
-      auto* const row = reinterpret_cast<float4*>(outputs.part_values + at);
-      row[0] = make_float4(factor * low.x, factor * low.y, factor * low.z, factor * low.w);
-      row[1] = make_float4(factor * high.x, factor * high.y, factor * high.z, factor * high.w);
-      continue;
-    }
-    float2 pair[4] = {{low.x, low.y}, {low.z, low.w}, {high.x, high.y}, {high.z, high.w}};
-    uint32_t word[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      pair[i] = make_float2(factor * pair[i].x, factor * pair[i].y);
-      if (turn.rotation != nullptr) pair[i] = turn(channel + 2 * i, pair[i].x, pair[i].y);
-      word[i] = factor == 0 ? 0 : cuda::bf16_pair(pair[i].x, pair[i].y);
-    }
-    bf16_t* const row = outputs.out.row(to.t, to.head(h)) + channel;
-    if (to.params.wide_out) {
-      *reinterpret_cast<uint4*>(row) = make_uint4(word[0], word[1], word[2], word[3]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) row[i].bits = static_cast<uint16_t>(word[i / 2] >> (i % 2 * 16));
-    }
+    latent::leave_channels(to, turn, h, channel, factors[h], from[0], from[1]);
   }
 }
 

@@ -21,6 +21,14 @@ inline uint2 load_or_zeros(const uint8_t* from, bool present) {
   return value;
 }
 
+inline uint4 load_or_zeros4(const uint8_t* from, bool present) {
+  uint4 value{0, 0, 0, 0};
+  if (!present) return value;
+  test::gpu::need_alignment(from, 16);
+  std::memcpy(&value, from, 16);
+  return value;
+}
+
 inline void prefetch_l2(const void*) {}
 
 inline void load_ahead(uint32_t& to, const void* from) {

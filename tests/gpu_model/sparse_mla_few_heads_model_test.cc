@@ -1,0 +1,138 @@
+// The kernel of sparse_mla for few heads and compute capability 9.0, run by the model of a GPU,
+// against the formula.
+
+#include <gtest/gtest.h>
+
+#include <limits>
+
+#include "tests/gpu_model/sparse_mla_model_suite.h"
+#include "tests/mla/sparse_mla_case.h"
+
+namespace fovea {
+namespace {
+
+using test::cache_of;
+using test::CacheSpec;
+using test::Outputs;
+using test::SparseMlaCase;
+
+class SparseMlaFewHeadsModel
+    : public test::SparseMlaModelSuite<test::gpu::run_sparse_mla_few_heads> {};
+
+// Rows at any address and at multiples of 16 bytes; up to nine tiles, of both caches, by warpgroups
+// in turn.
+TEST_F(SparseMlaFewHeadsModel, FollowsTheFormulaForEveryAlignment) {
+  uint64_t seed = 0;
+  for (const int64_t topk : {1, 65, 190, 430}) {
+    for (const int64_t page_pad : {19, 32}) {
+      test::gpu::settings().seed = static_cast<unsigned>(++seed);
+      expect_formula({.rows = 2,
+                      .heads = 5,
+                      .primary = cache_of(RowFormat::kV32, 2, topk, page_pad),
+                      .extra = cache_of(RowFormat::kV32, 16, topk % 2 == 0 ? 70 : 0, page_pad),
+                      .sink = true,
+                      .fixed_splits = page_pad == 19 ? 2 : 1,
+                      .seed = seed});
+    }
+  }
+}
+
+TEST_F(SparseMlaFewHeadsModel, FollowsTheFormulaForEveryFormat) {
+  uint64_t seed = 20;
+  for (const RowFormat format :
+       {RowFormat::kV4, RowFormat::kR512, RowFormat::kF576, RowFormat::kBf16}) {
+    const bool narrow = format == RowFormat::kV4 || format == RowFormat::kR512;
+    for (const int64_t page_pad : {19, 32}) {
+      const CacheSpec flat{RowFormat::kBf16, 0, 90, 70, true};
+      const bool mixed = page_pad == 19;
+      test::gpu::settings().seed = static_cast<unsigned>(++seed);
+      expect_formula({.rows = 2,
+                      .heads = 5,
+                      .head_dim_qk = narrow ? 512 : 576,
+                      .primary = cache_of(format, 2, 130, page_pad),
+                      .extra = mixed ? flat : cache_of(format, 16, 70, page_pad),
+                      .sink = true,
+                      .fixed_splits = mixed ? 2 : 1,
+                      .rope_dim = narrow ? 64 : 0,
+                      .seed = seed});
+    }
+  }
+}
+
+TEST_F(SparseMlaFewHeadsModel, FollowsTheFormulaForGroupsOfHeads) {
+  for (const int64_t heads : {8, 16, 33}) {
+    CacheSpec cache = cache_of(RowFormat::kV32, 4, 250, 0);
+    cache.lengths = false;
+    expect_formula({.rows = 1,
+                    .heads = heads,
+                    .primary = cache,
+                    .fixed_splits = 1,
+                    .seed = static_cast<uint64_t>(heads)});
+  }
+}
+
+TEST_F(SparseMlaFewHeadsModel, CapsTheLogits) {
+  for (const float cap : {1.0f, 30.0f, 1e-3f}) {
+    expect_formula({.rows = 2,
+                    .heads = 9,
+                    .primary = cache_of(RowFormat::kV32, 2, 80, 32),
+                    .logit_cap = cap,
+                    .q_scale = 8.0f});
+  }
+}
+
+// Logits that grow from tile to tile, so that old sums shrink.
+TEST_F(SparseMlaFewHeadsModel, FollowsTheFormulaForLargeLogits) {
+  for (const float q_scale : {30.0f, 300.0f}) {
+    CacheSpec cache = cache_of(RowFormat::kV32, 4, 400, 0);
+    cache.lengths = false;
+    expect_formula(
+        {.rows = 1, .heads = 16, .primary = cache, .fixed_splits = 1, .q_scale = q_scale});
+  }
+}
+
+TEST_F(SparseMlaFewHeadsModel, EmptyRowsAndEmptyTilesHaveNoWeight) {
+  expect_formula({.rows = 3,
+                  .heads = 9,
+                  .primary = cache_of(RowFormat::kV32, 2, 130, 0),
+                  .sink = true,
+                  .invalid_share = 1.0});
+  expect_formula({.rows = 2, .heads = 3, .primary = cache_of(RowFormat::kV32, 2, 0, 0)});
+  SparseMlaCase test_case(
+      {.rows = 2, .heads = 4, .primary = {RowFormat::kV32, 2, 100, 330, false, false, 0, 32}});
+  for (int64_t slot = 0; slot < 128; ++slot) test_case.index(0, 1, slot) = -1;
+  for (int64_t slot = 256; slot < 330; ++slot) test_case.index(0, 0, slot) = -1;
+  EXPECT_TRUE(test_case.matches(run(test_case)));
+}
+
+TEST_F(SparseMlaFewHeadsModel, NoOrderOfTheThreadsChangesABit) {
+  SparseMlaCase test_case({.rows = 1,
+                           .heads = 16,
+                           .primary = cache_of(RowFormat::kV32, 16, 330, 0),
+                           .fixed_splits = 1});
+  const Outputs first = run(test_case);
+  for (const unsigned seed : {2U, 3U, 4U}) {
+    test::gpu::settings().seed = seed;
+    EXPECT_TRUE(SameBits(run(test_case), first));
+  }
+}
+
+TEST_F(SparseMlaFewHeadsModel, NanStaysInItsHead) {
+  SparseMlaCase test_case(
+      {.rows = 1, .heads = 9, .primary = {RowFormat::kV32, 2, 90, 150, false, false, 0, 32}});
+  const Outputs clean = run(test_case);
+  test_case.set_q(0, 4, 100, std::numeric_limits<float>::quiet_NaN());
+  const Outputs outputs = run(test_case);
+  for (size_t i = 0; i < clean.out_bits.size(); ++i) {
+    if (i / 512 != 4) {
+      ASSERT_EQ(outputs.out_bits[i], clean.out_bits[i]);
+    }
+  }
+  for (size_t h = 0; h < 9; ++h) {
+    EXPECT_EQ(std::isnan(outputs.lse[h]), h == 4);
+    for (size_t d = 0; d < 512; ++d) ASSERT_EQ(std::isnan(outputs.out[h * 512 + d]), h == 4);
+  }
+}
+
+}  // namespace
+}  // namespace fovea
