@@ -44,17 +44,19 @@ constexpr internal::IndexSelectParts kRefParts = {
     .topk_workspace = internal::topk_select_ref_workspace,
     .chunk_bytes = kCachedLogitsBytes};
 // A GPU is filled by as many rows as the budget allows.
-constexpr internal::IndexSelectParts cuda_parts(
-    decltype(internal::IndexSelectParts::logits) logits) {
+constexpr internal::IndexSelectParts cuda_parts(decltype(internal::IndexSelectParts::logits) logits,
+                                                decltype(internal::IndexSelectParts::topk) topk) {
   return {.logits = logits,
           .logits_workspace = nullptr,
-          .topk = internal::topk_select_cuda_portable,
+          .topk = topk,
           .topk_workspace = internal::topk_select_cuda_workspace,
           .fill = internal::fill_index_select_chunk_cuda,
           .chunk_bytes = std::numeric_limits<int64_t>::max()};
 }
-constexpr internal::IndexSelectParts kSm90Parts = cuda_parts(internal::index_logits_cuda_sm90);
-constexpr internal::IndexSelectParts kCudaParts = cuda_parts(internal::index_logits_cuda_portable);
+constexpr internal::IndexSelectParts kSm90Parts =
+    cuda_parts(internal::index_logits_cuda_sm90, internal::topk_select_cuda_sm90);
+constexpr internal::IndexSelectParts kCudaParts =
+    cuda_parts(internal::index_logits_cuda_portable, internal::topk_select_cuda_portable);
 
 template <const internal::IndexSelectParts& parts>
 size_t workspace_of(const IndexSelectProblem& problem, const Device& device) {

@@ -60,6 +60,11 @@ class TopkRows {
     return logits_.row(t) + window.start;
   }
 
+  /// Column 0 of row t, whether or not its window has it; null for padding rows.
+  FOVEA_HOST_DEVICE const float* columns(int64_t t) const {
+    return t < live_rows_ ? logits_.row(t) : nullptr;
+  }
+
   /// Row t of `indices`; there must be columns.
   FOVEA_HOST_DEVICE int32_t* out(int64_t t) const { return indices_.row(t); }
 

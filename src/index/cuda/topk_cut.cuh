@@ -19,12 +19,27 @@ inline constexpr int64_t kSlack = 4096;
 inline constexpr int64_t kMaxSampledTopk = 4096;
 // Of four logits, of one thread at a time, so that loads overlap.
 inline constexpr int kGroups = 4;
+// Entries in a range that are compared with one another rather than counted again.
+inline constexpr uint32_t kListed = 32;
 inline constexpr uint32_t kMinusInfinityKey = 0x007FFFFF;
+
+/// An entry of a row. Equal keys have their order from their positions, the lower one first.
+struct Entry {
+  uint32_t key, pos;
+
+  /// Whether it is `last` or better.
+  __device__ bool reaches(const Entry& last) const {
+    return key > last.key || (key == last.key && pos <= last.pos);
+  }
+};
 
 /// What the steps need of a block's shared memory.
 struct CutShared {
   uint32_t sums[cuda::kWarpThreads + 1];
-  uint32_t bin, need, entries;  // what find_cut hands round
+  uint32_t bin, need, entries;  // what find_bin hands round
+  uint32_t listed;              // zero before find_last
+  Entry list[kListed];
+  Entry last;
 };
 
 /// A window of logits in groups of four, of which the first starts at a multiple of 16 bytes at or
@@ -127,6 +142,9 @@ struct Cut {
   __device__ Cut at_key() const { return bits > 0 ? Cut{base - 1, 0, 0, 0} : *this; }
 };
 
+/// Neighbouring bins that a thread takes of a histogram.
+inline constexpr int kTaken = 4;
+
 /// The histogram of one block: kBins counters in shared memory, zero between uses.
 struct BlockBins {
   uint32_t* bins;
@@ -134,54 +152,110 @@ struct BlockBins {
   __device__ void add(uint32_t bin) { atomicAdd(&bins[bin], 1u); }
   /// Every thread, behind its last add().
   __device__ void finish() { __syncthreads(); }
-  /// Bins `top` and below, and zeroes them.
-  template <int kCount>
-  __device__ void take(int top, uint32_t (&counts)[kCount]) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      counts[i] = bins[top - i];
-      bins[top - i] = 0;
-    }
+  /// Bins `top` and below, and zeroes them; top + 1 is a multiple of kTaken.
+  __device__ void take(int top, uint32_t (&counts)[kTaken]) {
+    auto* const from = reinterpret_cast<uint4*>(&bins[top - (kTaken - 1)]);
+    const uint4 all = *from;
+    *from = make_uint4(0, 0, 0, 0);
+    counts[0] = all.w, counts[1] = all.z, counts[2] = all.y, counts[3] = all.x;
   }
 };
 
-/// Narrows the range by up to `max_digits` digits, or until it is whole. each(f) calls f(value) for
-/// the values of this thread. Every thread of the block calls it.
+/// The bin that holds the `need`-th entry from the top of a finished histogram, which it leaves
+/// zero, in shared.bin; how many of its entries are needed and how many it has, in shared.need and
+/// shared.entries. Every thread of the block calls it; behind it, all see the result.
+template <int kThreads, class Bins>
+__device__ void find_bin(uint32_t need, Bins bins, CutShared& shared) {
+  constexpr int kScanning = kBins / kTaken, kScanningWarps = kScanning / cuda::kWarpThreads;
+  static_assert(kScanning <= kThreads);
+  const int warp = threadIdx.x / cuda::kWarpThreads, lane = threadIdx.x % cuda::kWarpThreads;
+  const int top = kBins - 1 - static_cast<int>(threadIdx.x) * kTaken;
+  uint32_t counts[kTaken];
+  uint32_t own = 0, before = 0;
+  if (warp < kScanningWarps) {
+    bins.take(top, counts);
+#pragma unroll
+    for (int i = 0; i < kTaken; ++i) own += counts[i];
+    const WarpSum in_warp(own);
+    before = in_warp.before;
+    if (lane == 0) shared.sums[warp] = in_warp.total;
+  }
+  __syncthreads();
+  if (warp < kScanningWarps) {
+#pragma unroll
+    for (int i = 0; i < kScanningWarps - 1; ++i) before += i < warp ? shared.sums[i] : 0;
+    if (before < need && need <= before + own) {
+#pragma unroll
+      for (int i = 0; i < kTaken; ++i) {
+        if (before < need && need <= before + counts[i]) {
+          shared.bin = static_cast<uint32_t>(top - i);
+          shared.need = need - before;
+          shared.entries = counts[i];
+        }
+        before += counts[i];
+      }
+    }
+  }
+  __syncthreads();
+}
+
+/// Narrows the range by up to `max_digits` digits, or until it is whole or has no more than `few`
+/// entries. each(f) calls f(value) for the values of this thread. Every thread of the block calls
+/// it.
 template <int kThreads, class Bins, class Each>
-__device__ Cut find_cut(Cut cut, int max_digits, Bins bins, CutShared& shared, Each each) {
-  constexpr int kPerThread = kBins / kThreads;
-  for (int digit = 0; digit < max_digits && cut.bits > 0 && !cut.whole(); ++digit) {
+__device__ Cut find_cut(Cut cut, int max_digits, uint32_t few, Bins bins, CutShared& shared,
+                        Each each) {
+#pragma unroll 1
+  for (int digit = 0; digit < max_digits && cut.bits > 0 && !cut.whole() && cut.entries > few;
+       ++digit) {
     const int shift = cut.bits > kDigitBits ? cut.bits - kDigitBits : 0;
     each([&](uint32_t value) {
       const uint32_t above = value - cut.base;
       if (value >= cut.base && above >> (cut.bits - 1) <= 1) bins.add(above >> shift);
     });
     bins.finish();
-    const int top = kBins - 1 - static_cast<int>(threadIdx.x) * kPerThread;
-    uint32_t counts[kPerThread];
-    bins.take(top, counts);
-    uint32_t own = 0;
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) own += counts[i];
-    uint32_t before = block_before<kThreads>(own, shared);
-    if (before < cut.need && cut.need <= before + own) {
-#pragma unroll
-      for (int i = 0; i < kPerThread; ++i) {
-        if (before < cut.need && cut.need <= before + counts[i]) {
-          shared.bin = static_cast<uint32_t>(top - i);
-          shared.need = cut.need - before;
-          shared.entries = counts[i];
-        }
-        before += counts[i];
-      }
-    }
-    __syncthreads();
+    find_bin<kThreads>(cut.need, bins, shared);
     cut.base += shared.bin << shift;
     cut.bits = shift;
     cut.need = shared.need;
     cut.entries = shared.entries;
   }
   return cut;
+}
+
+/// The last of the best among candidates of a row of `len` entries, given a range of keys where
+/// they end. each(f) calls f(key, position) for the candidates of this thread, all of which are in
+/// the range or above it. Once for a row, by every thread of the block.
+template <int kThreads, class Each>
+__device__ Entry find_last(Cut cut, uint32_t len, uint32_t* bins, CutShared& shared, Each each) {
+  cut = find_cut<kThreads>(cut, 3, kListed, BlockBins{bins}, shared,
+                           [&](auto use) { each([&](uint32_t key, uint32_t) { use(key); }); });
+  if (cut.whole()) return {cut.base, ~0u};
+  if (cut.entries > kListed) {  // of one key
+    const Cut place = find_cut<kThreads>({0, bits_of(len - 1), cut.need, cut.entries}, 3, 0,
+                                         BlockBins{bins}, shared, [&](auto use) {
+                                           each([&](uint32_t key, uint32_t pos) {
+                                             if (key == cut.base) use(len - 1 - pos);
+                                           });
+                                         });
+    return {cut.base, len - 1 - place.base};
+  }
+  const uint32_t widest = cut.bits < 32 ? (1u << cut.bits) - 1 : ~0u;
+  each([&](uint32_t key, uint32_t pos) {
+    if (key >= cut.base && key - cut.base <= widest) {
+      shared.list[atomicAdd(&shared.listed, 1u)] = {key, pos};
+    }
+  });
+  __syncthreads();
+  if (threadIdx.x < cut.entries) {
+    const Entry own = shared.list[threadIdx.x];
+    uint32_t reaching = 0;
+#pragma unroll 2
+    for (uint32_t i = 0; i < cut.entries; ++i) reaching += shared.list[i].reaches(own);
+    if (reaching == cut.need) shared.last = own;
+  }
+  __syncthreads();
+  return shared.last;
 }
 
 /// A sample of a row longer than it: one entry from each of `size` equal parts. Its `rank` best end
@@ -225,6 +299,66 @@ struct SampleShape {
   }
 };
 
+/// Bins of the histogram that are 1/32 of a value wide from 2^-16 to 2^16, on both sides of zero.
+struct ValueBins {
+  static constexpr int kShift = 18, kHalf = kBins / 2;
+  static constexpr int kFirst = (127 - 16) << 5;  // of the magnitudes in steps of kShift bits
+
+  __device__ static uint32_t of(uint32_t key) {
+    const int step = static_cast<int>(key >> kShift) - (1 << (31 - kShift));
+    const int flip = step >> 31;
+    const int bin = min(max((step ^ flip) - kFirst, 0), kHalf - 1);
+    return static_cast<uint32_t>(kHalf + (bin ^ flip));
+  }
+  /// The lowest key of a bin; 0 for the lowest one, which has NaN.
+  __device__ static uint32_t least_key(uint32_t bin) {
+    const int above = static_cast<int>(bin) - kHalf;
+    const int flip = above >> 31;
+    if (bin == 0 || above == 0) return static_cast<uint32_t>(above == 0) << 31;
+    const int step = ((above ^ flip) + kFirst) ^ flip;
+    return static_cast<uint32_t>(step + (1 << (31 - kShift))) << kShift;
+  }
+};
+
+/// What a number has to reach to be a candidate of the row, from its sample; 0: no number will do,
+/// and `narrow` is where the sample has its end. `keys` has room for the sample. Every thread of
+/// the block calls it.
+template <int kThreads>
+__device__ uint32_t sampled_threshold(const Row& row, const SampleShape& sample, uint32_t capacity,
+                                      uint32_t* bins, uint32_t* keys, CutShared& shared,
+                                      Cut& narrow) {
+  constexpr int kAtOnce = 2;  // loads that overlap
+  BlockBins coarse{bins};
+#pragma unroll 1
+  for (uint32_t first = threadIdx.x; first < sample.size; first += kAtOnce * kThreads) {
+    float values[kAtOnce];
+#pragma unroll
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
+      const uint32_t part = min(first + i * kThreads, sample.size - 1);
+      values[i] = row.at(sample.position(part, row.len));
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
+      if (first + i * kThreads >= sample.size) continue;
+      const uint32_t key = key_of(values[i]);
+      keys[first + i * kThreads] = key;
+      coarse.add(ValueBins::of(key));
+    }
+  }
+  coarse.finish();
+  find_bin<kThreads>(sample.rank, coarse, shared);
+  // These bins do where they let no more through than there is ample room for.
+  const uint32_t threshold =
+      sample.threshold({ValueBins::least_key(shared.bin), 0, shared.need, shared.entries}, row.len,
+                       capacity / 4 * 3);
+  if (threshold != 0) return threshold;
+  narrow = find_cut<kThreads>(sample.cut(), 3, 0, BlockBins{bins}, shared, [&](auto use) {
+#pragma unroll 1
+    for (uint32_t part = threadIdx.x; part < sample.size; part += kThreads) use(keys[part]);
+  });
+  return sample.threshold(narrow, row.len, capacity);
+}
+
 /// Counts per group of a 16-bit mask over kGroups groups, a byte each.
 __device__ inline uint32_t group_counts(uint32_t mask) {
   static_assert(kGroups == 4);
@@ -238,23 +372,23 @@ __device__ inline uint32_t byte_sum(uint32_t bytes) {
   return (bytes & 0xFF) + (bytes >> 8 & 0xFF) + (bytes >> 16 & 0xFF) + (bytes >> 24);
 }
 
-/// The ranks of marked entries over a block whose threads hold kGroups groups each, in the order
-/// of warp, group, lane, entry: bit 4 * group + entry of the mask.
+/// The ranks of marked entries over a block whose threads hold up to eight groups each, in the
+/// order of warp, group, lane, entry: bit 4 * group + entry of the mask.
 struct MarkRanks {
   uint32_t marks;
-  WarpSum sums;     // a byte for each group
-  uint32_t before;  // this warp
-  uint32_t total;   // of the block
+  WarpSum low, high;  // a byte for each group
+  uint32_t before;    // this warp
+  uint32_t total;     // of the block
 
-  /// Every thread of the block calls it.
+  /// Every thread of the block calls it; shared.sums may be used again after the next barrier.
   template <int kThreads>
   __device__ static MarkRanks of(uint32_t marks, CutShared& shared) {
     constexpr int kWarps = kThreads / cuda::kWarpThreads;
     const uint32_t lane = threadIdx.x % cuda::kWarpThreads;
     const uint32_t warp = threadIdx.x / cuda::kWarpThreads;
-    MarkRanks ranks{marks, WarpSum(group_counts(marks)), 0, 0};
-    __syncthreads();  // the sums of the step before were read
-    if (lane == 0) shared.sums[warp] = byte_sum(ranks.sums.total);
+    MarkRanks ranks{marks, WarpSum(group_counts(marks & 0xFFFF)),
+                    WarpSum(group_counts(marks >> 16)), 0, 0};
+    if (lane == 0) shared.sums[warp] = byte_sum(ranks.low.total) + byte_sum(ranks.high.total);
     __syncthreads();
     const WarpSum warps(lane < kWarps ? shared.sums[lane] : 0);
     ranks.before = __shfl_sync(0xFFFFFFFF, warps.before, static_cast<int>(warp));
@@ -262,26 +396,25 @@ struct MarkRanks {
     return ranks;
   }
 
-  /// Calls emit(rank, group, entry) for the marked entries, with `first` of them before the block.
+  /// Calls emit(rank, group, entry) for the marked entries of the first `groups` groups, with
+  /// `first` of them before the block.
   template <class Emit>
-  __device__ void emit(uint32_t first, Emit emit) const {
-    // Of the warp's entries in the groups before each one, 16 bits each.
-    const uint32_t one = sums.total & 0xFF, two = one + (sums.total >> 8 & 0xFF);
-    const uint64_t groups_before =
-        uint64_t{one} << 16 | uint64_t{two} << 32 | uint64_t{two + (sums.total >> 16 & 0xFF)} << 48;
-    for (uint32_t left = marks; left != 0; left &= left - 1) {
-      const int bit = __ffs(static_cast<int>(left)) - 1;
-      const int group = bit / 4;
-      const uint32_t own = marks & ((1u << bit) - 1) & 0xFu << (4 * group);
-      const auto in_groups = static_cast<uint32_t>(groups_before >> (16 * group)) & 0xFFFF;
-      emit(first + before + in_groups + (sums.before >> (8 * group) & 0xFF) +
-               static_cast<uint32_t>(__popc(own)),
-           group, bit % 4);
+  __device__ void emit(uint32_t first, int groups, Emit emit) const {
+    uint32_t at = first + before;
+#pragma unroll 1
+    for (int j = 0; j < groups; ++j) {
+      const int shift = 8 * (j % 4);
+      uint32_t rank = at + ((j < 4 ? low.before : high.before) >> shift & 0xFF);
+      for (uint32_t left = marks >> (4 * j) & 0xF; left != 0; left &= left - 1) {
+        emit(rank++, j, __ffs(static_cast<int>(left)) - 1);
+      }
+      at += (j < 4 ? low.total : high.total) >> shift & 0xFF;
     }
   }
 };
 
-/// The same of two masks, of better entries and of ties.
+/// Ranks of two masks, of better entries and of ties, over a block whose threads hold kGroups
+/// groups each, in the same order.
 struct StepRanks {
   uint32_t better, ties;
   WarpSum better_sums, ties_sums;       // a byte for each group

@@ -55,6 +55,7 @@ struct Shared : CutShared {
   uint32_t candidates;
   uint32_t largest_key;
   uint32_t better, equal;
+  int64_t row;
 };
 
 /// What the blocks of a row hand to the one that selects, in the workspace.
@@ -66,31 +67,6 @@ struct Parts {
   uint32_t* positions;   // [rows][count][capacity]
 };
 constexpr uint32_t kMaxParts = cuda::kWarpThreads;
-
-/// The sample of a row, spread over the threads of a block.
-template <int kThreads>
-struct Sample : SampleShape {
-  static constexpr int kPerThread = kMaxSample / kThreads;
-  uint32_t keys[kPerThread];
-
-  __device__ Sample(const Row& row, uint32_t topk) : SampleShape(row.len, topk) {
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      const uint32_t part = threadIdx.x + static_cast<uint32_t>(i) * kThreads;
-      if (part >= size) break;
-      keys[i] = key_of(row.at(position(part, row.len)));
-    }
-  }
-
-  __device__ Cut narrow(const Cut& cut, int digits, uint32_t* bins, Shared& shared) const {
-    return find_cut<kThreads>(cut, digits, BlockBins{bins}, shared, [&](auto use) {
-#pragma unroll
-      for (int i = 0; i < kPerThread; ++i) {
-        if (threadIdx.x + static_cast<uint32_t>(i) * kThreads < size) use(keys[i]);
-      }
-    });
-  }
-};
 
 /// Calls use(key) for the keys of this thread's share of the row.
 template <int kThreads, class Use>
@@ -190,35 +166,24 @@ __device__ void try_plateau(const Row& row, uint32_t key, uint32_t topk, Cut& cu
   }
 }
 
-/// Puts the best K of the candidates into scratch.positions, ascending. Their keys are in place.
-template <int kThreads>
+/// Calls emit(rank, position) for the best K of the candidates. Their keys are in place.
+template <int kThreads, class Emit>
 __device__ void select_candidates(uint32_t count, uint32_t least_key, uint32_t largest_key,
                                   const Row& row, uint32_t topk, const Scratch& scratch,
-                                  Shared& shared) {
+                                  Shared& shared, Emit emit) {
+  // Loops of few turns stay as they are: instructions come from cold memory too.
   const auto each_candidate = [&](auto use) {
-    for (uint32_t i = threadIdx.x; i < count; i += kThreads) use(scratch.keys[i]);
-  };
-  const Cut cut = find_cut<kThreads>({least_key, bits_of(largest_key - least_key), topk, count}, 3,
-                                     BlockBins{scratch.bins}, shared, each_candidate);
-  // Of equal keys the lower positions are the better ones.
-  uint32_t least_place = 0;
-  if (!cut.whole()) {
-    const auto each_place = [&](auto use) {
-      for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
-        if (scratch.keys[i] == cut.base) use(row.len - 1 - scratch.positions[i]);
-      }
-    };
-    least_place = find_cut<kThreads>({0, bits_of(row.len - 1), cut.need, cut.entries}, 3,
-                                     BlockBins{scratch.bins}, shared, each_place)
-                      .base;
-  }
-  for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
-    const uint32_t pos = scratch.positions[i];
-    if (scratch.keys[i] > cut.base ||
-        (scratch.keys[i] == cut.base && row.len - 1 - pos >= least_place)) {
-      atomicOr(&scratch.bitmap[bitmap_place(pos / 32)], 1u << (pos % 32));
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
+      use(scratch.keys[i], scratch.positions[i]);
     }
-  }
+  };
+  const Entry last = find_last<kThreads>({least_key, bits_of(largest_key - least_key), topk, count},
+                                         row.len, scratch.bins, shared, each_candidate);
+  each_candidate([&](uint32_t key, uint32_t pos) {
+    if (!Entry{key, pos}.reaches(last)) return;
+    atomicOr(&scratch.bitmap[bitmap_place(pos / 32)], 1u << (pos % 32));
+  });
   __syncthreads();
   // Each thread takes neighbouring words.
   const uint32_t words = (row.len + 31) / 32;
@@ -226,16 +191,17 @@ __device__ void select_candidates(uint32_t count, uint32_t least_key, uint32_t l
   const uint32_t begin = min(threadIdx.x * share, words);
   const uint32_t end = min(begin + share, words);
   uint32_t own = 0;
+#pragma unroll 1
   for (uint32_t word = begin; word < end; ++word) {
     own += static_cast<uint32_t>(__popc(scratch.bitmap[bitmap_place(word)]));
   }
   uint32_t rank = block_before<kThreads>(own, shared);
+#pragma unroll 1
   for (uint32_t word = begin; word < end; ++word) {
     for (uint32_t set = scratch.bitmap[bitmap_place(word)]; set != 0; set &= set - 1) {
-      scratch.positions[rank++] = word * 32 + static_cast<uint32_t>(__ffs(set)) - 1;
+      emit(rank++, word * 32 + static_cast<uint32_t>(__ffs(static_cast<int>(set))) - 1);
     }
   }
-  __syncthreads();
 }
 
 /// Brings together what the parts of row t collected; returns how many entries that is, of which
@@ -260,38 +226,44 @@ __device__ uint32_t gather_parts(const Parts& parts, int64_t t, uint32_t* positi
   return sum.total;
 }
 
-/// The usual row: the result in scratch.positions, ascending. False: it has to be found otherwise,
-/// from `cut`, which is a cut of all keys of the row.
-template <int kThreads, bool kParts>
+/// The usual row: calls emit(rank, position) for its K best. False: they have to be found
+/// otherwise, from `cut`, which is a cut of all keys of the row.
+template <int kThreads, bool kParts, class Emit>
 __device__ bool select_sampled(const Row& row, uint32_t topk, const ScratchSizes& sizes,
                                const Scratch& scratch, const Parts& parts, int64_t t,
-                               Shared& shared, Cut& cut) {
+                               Shared& shared, Cut& cut, Emit emit) {
   // Where many rows are under way, their values are no longer near when all are collected; for few
   // it is faster to read some again than to look for keys at every place.
   constexpr bool kKeys = kThreads < 1024;
   const uint32_t words = (row.len + 31) / 32;
   if (!sizes.allow(row.len, topk)) return false;
-  for (uint32_t i = threadIdx.x; i < bitmap_place(words); i += kThreads) scratch.bitmap[i] = 0;
-  if (threadIdx.x == 0) shared.candidates = shared.largest_key = 0;
   uint32_t count = row.len;
   uint32_t threshold = 0;
   bool has_keys = false;
+  const auto clear = [&] {
+    for (uint32_t i = threadIdx.x; i < bitmap_place(words); i += kThreads) scratch.bitmap[i] = 0;
+    if (threadIdx.x == 0) shared.candidates = shared.largest_key = shared.listed = 0;
+  };
   if (row.len <= sizes.capacity) {
+    clear();
     for (uint32_t i = threadIdx.x; i < count; i += kThreads) scratch.positions[i] = i;
     __syncthreads();
   } else {
     if constexpr (kParts) {
       threshold = parts.thresholds[t];
-      if (threshold != 0) count = gather_parts<kThreads>(parts, t, scratch.positions, shared);
+      if (threshold != 0) {
+        clear();
+        count = gather_parts<kThreads>(parts, t, scratch.positions, shared);
+      }
     }
     if (threshold == 0) {
-      const Sample<kThreads> sample(row, topk);
       row.prefetch(threadIdx.x * 32);
-      Cut reaching = sample.narrow(sample.cut(), 2, scratch.bins, shared);
-      threshold = sample.threshold(reaching, row.len, sizes.capacity);
+      clear();
+      Cut narrow{};
+      threshold = sampled_threshold<kThreads>(row, SampleShape(row.len, topk), sizes.capacity,
+                                              scratch.bins, scratch.keys, shared, narrow);
       if (threshold == 0) {
-        reaching = sample.narrow(reaching, 1, scratch.bins, shared);
-        if (reaching.bits == 0) try_plateau<kThreads>(row, reaching.base, topk, cut, shared);
+        if (narrow.bits == 0) try_plateau<kThreads>(row, narrow.base, topk, cut, shared);
         return false;
       }
       count =
@@ -309,7 +281,8 @@ __device__ bool select_sampled(const Row& row, uint32_t topk, const ScratchSizes
   largest = __reduce_max_sync(0xFFFFFFFF, largest);
   if (threadIdx.x % cuda::kWarpThreads == 0) atomicMax(&shared.largest_key, largest);
   __syncthreads();
-  select_candidates<kThreads>(count, threshold, shared.largest_key, row, topk, scratch, shared);
+  select_candidates<kThreads>(count, threshold, shared.largest_key, row, topk, scratch, shared,
+                              emit);
   return true;
 }
 
@@ -354,7 +327,8 @@ __global__ void __launch_bounds__(kThreads)
     collect_parts(const __grid_constant__ TopkRows rows, uint32_t topk, ScratchSizes sizes,
                   Parts parts) {
   __shared__ Shared shared;
-  __shared__ uint32_t bins[kBins];
+  __shared__ __align__(16) uint32_t bins[kBins];
+  __shared__ uint32_t keys[kMaxSample];
   const int64_t t = blockIdx.x / parts.count;
   const TopkWindow window = rows.window(t);
   if (window.len <= topk || window.len <= sizes.capacity) return;
@@ -364,11 +338,11 @@ __global__ void __launch_bounds__(kThreads)
   const Row row(rows.logits(t, window), window.len);
   uint32_t threshold = 0;
   if (sizes.allow(row.len, topk)) {
-    const Sample<kThreads> sample(row, topk);
     row.prefetch(blockIdx.x % parts.count * (4 * kGroups * kThreads) +
                  threadIdx.x % (kGroups * kThreads / 8) * 32);
-    const Cut reaching = sample.narrow(sample.cut(), 2, bins, shared);
-    threshold = sample.threshold(reaching, row.len, sizes.capacity);
+    Cut narrow{};
+    threshold = sampled_threshold<kThreads>(row, SampleShape(row.len, topk), sizes.capacity, bins,
+                                            keys, shared, narrow);
   }
   uint32_t entries = 0;
   if (threshold != 0) {
@@ -385,34 +359,43 @@ template <int kThreads, int kBlocksPerSm, bool kParts>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     select_rows(const __grid_constant__ TopkRows rows, uint32_t topk, ScratchSizes sizes,
                 Parts parts) {
-  extern __shared__ uint32_t dynamic[];
+  extern __shared__ __align__(16) uint32_t dynamic[];
   __shared__ Shared shared;
   const Scratch scratch{dynamic, dynamic + kBins, dynamic + kBins + sizes.capacity,
                         dynamic + kBins + 2 * sizes.capacity};
   for (int i = threadIdx.x; i < kBins; i += kThreads) scratch.bins[i] = 0;
   __syncthreads();
-  for (int64_t t = blockIdx.x; t < rows.num_rows(); t += gridDim.x) {
+  int64_t t = blockIdx.x;
+  while (t < rows.num_rows()) {
+    if constexpr (kBlocksPerSm == 1) {
+      // The row's first columns come while its length does; few, for a row that may be short.
+      const float* const columns = rows.columns(t);
+      const int64_t ahead = int64_t{threadIdx.x} * 32;
+      if (columns != nullptr && threadIdx.x < kThreads / 4 && ahead < rows.width()) {
+        cuda::prefetch_l2(columns + ahead);
+      }
+    }
     const TopkWindow window = rows.window(t);
-    int32_t* const out = rows.out(t);
     if (window.len <= topk) {
+      int32_t* const out = rows.out(t);
       for (uint32_t i = threadIdx.x; i < topk; i += kThreads) {
         out[i] = i < window.len ? rows.index(t, static_cast<int32_t>(i)) : -1;
       }
+      t += gridDim.x;
       continue;
     }
+    if (threadIdx.x == 0) shared.row = t;  // registers are few where the row's entries are emitted
     const Row row(rows.logits(t, window), window.len);
     Cut cut{0, 32, topk, row.len};
-    if (select_sampled<kThreads, kParts>(row, topk, sizes, scratch, parts, t, shared, cut)) {
-      for (uint32_t i = threadIdx.x; i < topk; i += kThreads) {
-        out[i] = rows.index(t, static_cast<int32_t>(scratch.positions[i]));
-      }
-    } else {
+    const auto emit = [&](uint32_t rank, uint32_t pos) {
+      rows.out(shared.row)[rank] = rows.index(shared.row, static_cast<int32_t>(pos));
+    };
+    if (!select_sampled<kThreads, kParts>(row, topk, sizes, scratch, parts, t, shared, cut, emit)) {
       const auto each = [&](auto use) { each_key<kThreads>(row, use); };
-      cut = find_cut<kThreads>(cut, 3, BlockBins{scratch.bins}, shared, each);
-      emit_in_order<kThreads>(row, cut.at_key(), topk, shared, [&](uint32_t rank, uint32_t pos) {
-        out[rank] = rows.index(t, static_cast<int32_t>(pos));
-      });
+      cut = find_cut<kThreads>(cut, 3, 0, BlockBins{scratch.bins}, shared, each);
+      emit_in_order<kThreads>(row, cut.at_key(), topk, shared, emit);
     }
+    t = shared.row + gridDim.x;
     __syncthreads();  // the next row uses the same scratch
   }
 }
@@ -422,7 +405,8 @@ ScratchSizes scratch_sizes(const TopkSelectProblem& problem, int64_t width,
   ScratchSizes sizes{};
   if (problem.topk > kMaxSampledTopk || problem.topk >= width) return sizes;
   sizes.capacity = static_cast<uint32_t>(std::min(problem.topk + kSlack, width));
-  const auto used = static_cast<int64_t>(sizeof(Shared) + shared_bytes(sizes));
+  // The dynamic part begins at a multiple of 16 bytes.
+  const auto used = static_cast<int64_t>((sizeof(Shared) + 15) / 16 * 16 + shared_bytes(sizes));
   const int64_t room = (facts.max_shared_bytes - used) / int64_t{sizeof(uint32_t)};
   const int64_t words = room * 32 / 33;  // without the gaps
   sizes.bitmap_words = static_cast<uint32_t>(std::clamp<int64_t>(words, 0, (width + 31) / 32));

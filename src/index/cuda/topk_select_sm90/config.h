@@ -6,15 +6,14 @@
 // cluster of 2 to 16 blocks a row.
 //
 //   registers  1024 threads at 64 (the launch)
-//   shared     values of the block's part of the row, 8192 groups of 4 logits   131,072
-//              candidates (key, position) of the part, 4096 + 4096               65,536
-//              keys of the sample of the whole row, 4096                         16,384
+//   shared     keys and positions of the row's candidates, 8192 + 8192           65,536
 //              histogram, 2048 counters                                           8,192
-//              counts of the cluster's blocks and what steps hand round             < 512
+//              counts of the cluster's blocks and what steps hand round           < 1 KiB
+//              values of the block's part of the row, up to 8192 groups of 4    131,072
 //              of 232,448 bytes
 //
-// When the values are no longer needed, the first block has the cluster's candidates there; when no
-// candidates were kept, the sums of all blocks' histograms and the result stand in their place.
+// Before there are candidates their keys' place has the sample of the row; where none are kept, the
+// sums of all blocks' histograms and the result.
 namespace fovea::internal::topk_sm90 {
 
 inline constexpr int kThreads = 1024;

@@ -6,17 +6,18 @@
 #include "src/index/cuda/topk_select_sm90/config.h"
 #include "src/index/topk_select_transform.h"
 
-// A cluster of blocks a row. Every block keeps its part of the row in shared memory, so that the
-// row is read once, whatever its values are.
+// A cluster of blocks a row. Every block keeps its part of the row in shared memory,
+// so that the row is read once, whatever its values are.
 //
 // warps of               do
-// every block            copy the part in; show their share of the sample to all blocks
-// every block            the same cut of the whole sample, to a threshold; keep the candidates of
-//                        the part that reach it, in order of position; show their number
-// the first block        fetches the candidates, finds the exact cut among them, writes the row
+// every block            copy the part in; cut a sample of the whole row to the same threshold;
+//                        mark the entries of the part that reach it, the candidates; show their
+//                        number; send them to the first block, in order of position
+// the first block        finds the exact cut among them, writes the row
 //
 // Where a threshold cannot be had or was wrong:
-// every block            histograms of the part's keys, which all blocks add up to the exact cut;
+// every block            where the sample ends on a plateau, that; else, or where this was wrong,
+//                        histograms of the part's keys, which all blocks add up to the exact cut;
 //                        show how many of the part are better and on it; write their piece of the
 //                        row
 namespace fovea::internal::topk_sm90 {
@@ -24,33 +25,42 @@ namespace fovea::internal::topk_sm90 {
 using namespace topk;
 
 struct SharedMemory {
-  float values[4 * kBlockGroups];
-  uint2 candidates[kMaxCandidates];  // key, position
-  uint32_t sample[kMaxSample];
+  // Of the row's candidates, in the first block; 16 bytes a group.
+  uint32_t keys[kMaxCandidates];
+  uint32_t positions[kMaxCandidates];
   uint32_t bins[kBins];  // zero between uses
   CutShared cut;
-  uint32_t largest_key;
-  uint32_t counts[kMaxBlocks];  // of candidates; then better entries and ties, 16 bits each
-  uint32_t begins[kMaxBlocks];  // of the blocks' candidates
+  uint32_t largest_key;          // of the part's candidates
+  uint32_t counts[kMaxBlocks];   // of candidates; then better entries and ties, 16 bits each
+  uint32_t largest[kMaxBlocks];  // keys of the blocks' candidates, in the first block
+  alignas(16) float values[4];   // of the part: as many as the launch has room for
 
-  // In place of the values.
-  __device__ uint32_t* positions() { return reinterpret_cast<uint32_t*>(values); }
-  __device__ uint32_t* selected() { return positions() + kMaxCandidates; }
-  // In place of the candidates.
-  __device__ uint32_t* more_bins() { return reinterpret_cast<uint32_t*>(candidates); }
+  // Before there are candidates, or in their place.
+  __device__ uint32_t* sample() { return keys; }
+  __device__ uint32_t* more_bins() { return keys; }
+  __device__ uint32_t* selected() { return positions; }
 };
+static_assert(kMaxSample <= kMaxCandidates && 2 * kBins <= kMaxCandidates);
 
-/// A row's groups that the block holds, in the order in which StepRanks counts.
+/// A row's groups that the block holds: those of a thread in the order in which MarkRanks counts,
+/// or in steps in the order in which StepRanks does.
 struct Part {
   static constexpr uint32_t kStep = kGroups * kThreads;
   uint32_t first, count;  // groups
-  uint32_t spread;        // groups of a thread in a step, so that a short part keeps all warps busy
+  uint32_t of_thread;     // groups at most; few where the part is short, so that no warp is idle
+  uint32_t spread;        // the same for a step
 
   __device__ Part(uint32_t num_groups, uint32_t rank, uint32_t num_blocks) {
     const uint32_t share = (num_groups + num_blocks - 1) / num_blocks;
     first = min(rank * share, num_groups);
     count = min(share, num_groups - first);
-    spread = min(uint32_t{kGroups}, (count + kThreads - 1) / kThreads);
+    of_thread = (count + kThreads - 1) / kThreads;
+    spread = min(uint32_t{kGroups}, of_thread);
+  }
+  /// Group j < of_thread of this thread, within the part; count or more: there is none.
+  __device__ uint32_t local(uint32_t j) const {
+    const uint32_t warp = threadIdx.x / cuda::kWarpThreads, lane = threadIdx.x % cuda::kWarpThreads;
+    return (warp * of_thread + j) * cuda::kWarpThreads + lane;
   }
   /// Group j of this thread in the step that begins at `base`, within the part; count or more:
   /// there is none.
@@ -62,24 +72,49 @@ struct Part {
   }
 };
 
-/// Starts to copy the part; NaN in place of what is outside of the window, which is not read.
+static_assert(kBlockGroups <= 8 * kThreads, "a mask has eight groups");
+
+/// Starts to copy the part; NaN in place of what is outside of the window, which is not read. A
+/// thread copies the groups that it marks.
 __device__ inline void copy_part(const Row& row, const Part& part, float* values) {
-  for (uint32_t base = 0; base < part.count; base += Part::kStep) {
-#pragma unroll
-    for (int j = 0; j < kGroups; ++j) {
-      const uint32_t local = part.local(base, j);
-      if (local >= part.count) continue;
-      const uint32_t g = part.first + local;
-      if (4 * g >= row.before && 4 * g + 4 <= row.before + row.len) {
-        cuda::copy_async<16>(&values[4 * local], row.groups + uint64_t{g} * 4, true);
-        continue;
-      }
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t pos = row.position(g, i);
-        values[4 * local + i] = pos < row.len ? row.at(pos) : __uint_as_float(0x7FC00000);
-      }
+  for (uint32_t j = 0; j < part.of_thread; ++j) {
+    const uint32_t local = part.local(j);
+    if (local >= part.count) break;
+    const uint32_t g = part.first + local;
+    if (4 * g >= row.before && 4 * g + 4 <= row.before + row.len) {
+      cuda::copy_async<16>(&values[4 * local], row.groups + uint64_t{g} * 4, true);
+      continue;
+    }
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t pos = row.position(g, i);
+      values[4 * local + i] = pos < row.len ? row.at(pos) : __uint_as_float(0x7FC00000);
     }
   }
+}
+
+/// Marks this thread's entries of the part that reach the threshold, or all; raises `largest` to
+/// their values. What is outside of the window is NaN and reaches nothing.
+__device__ inline uint32_t mark_candidates(const Row& row, const Part& part, bool all,
+                                           uint32_t threshold, const float* values,
+                                           float& largest) {
+  const float least = value_of(threshold);
+  uint32_t marks = 0;
+  for (uint32_t j = 0; j < part.of_thread; ++j) {
+    const uint32_t local = part.local(j);
+    if (local >= part.count) break;
+    const float4 group = reinterpret_cast<const float4*>(values)[local];
+    const float entries[4] = {group.x, group.y, group.z, group.w};
+    uint32_t reaching = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (all ? row.position(part.first + local, i) < row.len : entries[i] >= least) {
+        reaching |= 1u << i;
+      }
+      largest = fmaxf(largest, entries[i]);
+    }
+    marks |= reaching << (4 * j);
+  }
+  return marks;
 }
 
 /// The mask of the thread's entries of a step for which is(value, position) holds.
@@ -104,6 +139,7 @@ __device__ uint32_t mask_of(const Row& row, const Part& part, uint32_t base, con
 /// Calls use(key) for the keys of this thread's share of the part.
 template <class Use>
 __device__ void each_key(const Row& row, const Part& part, const float* values, Use& use) {
+#pragma unroll 1
   for (uint32_t base = 0; base < part.count; base += Part::kStep) {
     mask_of(row, part, base, values, [&](float value, uint32_t pos) {
       if (pos < row.len) use(key_of(value));
@@ -164,145 +200,107 @@ struct ClusterBins {
     sync_cluster();
     if (threadIdx.x < kShare) sums[threadIdx.x] = 0;
   }
-  template <int kCount>
-  __device__ void take(int top, uint32_t (&counts)[kCount]) {
+  __device__ void take(int top, uint32_t (&counts)[kTaken]) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
+    for (int i = 0; i < kTaken; ++i) {
       counts[i] = totals[top - i];
       bins[top - i] = 0;
     }
   }
 };
 
-/// The threshold of the row's candidates, the same in every block; 0: there is none. `own` is this
-/// thread's entry of the sample.
-template <int kBlocks>
-__device__ uint32_t sampled_threshold(const SampleShape& sample, float own, const Row& row,
-                                      uint32_t capacity, uint32_t rank, SharedMemory& shared) {
-  const uint32_t share = sample.size / kBlocks;
-  if (threadIdx.x < share) {
-    const uint32_t key = key_of(own);
-#pragma unroll
-    for (uint32_t r = 0; r < kBlocks; ++r) {
-      cuda::store_to_cluster(&shared.sample[rank * share + threadIdx.x], r, key);
-    }
-  }
-  sync_cluster();
-  const auto narrow = [&](const Cut& cut) {
-    return find_cut<kThreads>(cut, 1, BlockBins{shared.bins}, shared.cut, [&](auto use) {
-      for (uint32_t i = threadIdx.x; i < sample.size; i += kThreads) use(shared.sample[i]);
-    });
-  };
-  // The first digit does where it lets no more through than there is ample room for.
-  Cut cut = narrow(sample.cut());
-  if (sample.threshold(cut, row.len, capacity / 4 * 3) == 0) cut = narrow(cut);
-  return sample.threshold(cut, row.len, capacity);
-}
-
-/// Keeps the entries that reach the threshold, or all; returns how many there are, of which
-/// `capacity` are kept.
-__device__ inline uint32_t keep_candidates(const Row& row, const Part& part, bool all,
-                                           uint32_t threshold, uint32_t capacity,
-                                           SharedMemory& shared) {
-  const float least = value_of(threshold);
-  uint32_t kept = 0;
-  for (uint32_t base = 0; base < part.count; base += Part::kStep) {
-    // What is outside of the window is NaN and reaches nothing.
-    const uint32_t marks = all ? mask_of(row, part, base, shared.values,
-                                         [&](float, uint32_t pos) { return pos < row.len; })
-                               : mask_of(row, part, base, shared.values,
-                                         [&](float value, uint32_t) { return value >= least; });
-    const MarkRanks ranks = MarkRanks::of<kThreads>(marks, shared.cut);
-    ranks.emit(kept, [&](uint32_t to, int j, int i) {
-      if (to >= capacity) return;
-      const uint32_t local = part.local(base, j);
-      shared.candidates[to] =
-          make_uint2(key_of(shared.values[4 * local + i]), row.position(part.first + local, i));
-    });
-    kept += ranks.total;
-  }
-  return kept;
-}
-
-/// The first block: the best K of the `count` candidates of all blocks, which it has the counts of.
-template <int kBlocks>
-__device__ void select_candidates(const TopkRows& rows, int64_t t, uint32_t topk, uint32_t count,
-                                  uint32_t threshold, SharedMemory& shared) {
-  constexpr int kSteps = static_cast<int>(kMaxCandidates / 4 / kThreads);
+/// The first block: the best K of the row's `count` candidates.
+__device__ inline void select_candidates(const TopkRows& rows, int64_t t, const Cut& candidates,
+                                         uint32_t len, SharedMemory& shared) {
+  constexpr int kMostGroups = static_cast<int>(kMaxCandidates / 4 / kThreads);
   const uint32_t lane = threadIdx.x % cuda::kWarpThreads;
   const uint32_t warp = threadIdx.x / cuda::kWarpThreads;
-  const uint32_t spread = count > 4 * kThreads ? kSteps : 1;
-  if (warp == 0) {
-    const WarpSum sum(lane < kBlocks ? shared.counts[lane] : 0);
-    if (lane < kBlocks) shared.begins[lane] = sum.before;
-    if (lane == 0) shared.largest_key = 0;
+  const uint32_t count = candidates.entries;
+  const uint32_t groups = (count + 4 * kThreads - 1) / (4 * kThreads);
+  const auto entry = [&](uint32_t j, uint32_t i) {
+    return 4 * ((warp * groups + j) * cuda::kWarpThreads + lane) + i;
+  };
+  uint32_t keys[kMostGroups][4];
+#pragma unroll
+  for (uint32_t j = 0; j < kMostGroups; ++j) {
+    uint4 all = make_uint4(0, 0, 0, 0);
+    if (j < groups) all = *reinterpret_cast<const uint4*>(&shared.keys[entry(j, 0)]);
+    keys[j][0] = all.x, keys[j][1] = all.y, keys[j][2] = all.z, keys[j][3] = all.w;
   }
-  __syncthreads();
-  uint32_t keys[kSteps][4];
-  uint32_t largest = 0;
-  const auto entry = [&](int j, int i) {
-    return 4 * ((warp * spread + static_cast<uint32_t>(j)) * cuda::kWarpThreads + lane) +
-           static_cast<uint32_t>(i);
-  };
-  const auto inside = [&](int j, int i) {
-    return static_cast<uint32_t>(j) < spread && entry(j, i) < count;
-  };
+  const auto each_candidate = [&](auto use) {
 #pragma unroll
-  for (int j = 0; j < kSteps; ++j) {
+    for (uint32_t j = 0; j < kMostGroups; ++j) {
+      if (j >= groups) break;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      keys[j][i] = 0;
-      if (!inside(j, i)) continue;
-      uint32_t from = 0;  // the last block whose candidates begin at or before the entry
-#pragma unroll
-      for (uint32_t step = kBlocks / 2; step > 0; step /= 2) {
-        if (shared.begins[from + step] <= entry(j, i)) from += step;
+      for (uint32_t i = 0; i < 4; ++i) {
+        if (entry(j, i) < count) use(j, i, keys[j][i]);
       }
-      const uint2 candidate =
-          cuda::load_from_cluster(&shared.candidates[entry(j, i) - shared.begins[from]], from);
-      keys[j][i] = candidate.x;
-      shared.positions()[entry(j, i)] = candidate.y;
-      largest = max(largest, candidate.x);
     }
-  }
-  __syncwarp();
-  cuda::cluster_arrive();  // the other blocks may end
-  largest = __reduce_max_sync(0xFFFFFFFF, largest);
-  if (lane == 0) atomicMax(&shared.largest_key, largest);
-  __syncthreads();
-  const Cut cut =
-      find_cut<kThreads>({threshold, bits_of(shared.largest_key - threshold), topk, count}, 3,
-                         BlockBins{shared.bins}, shared.cut,
-                         [&](auto use) {
-#pragma unroll
-                           for (int j = 0; j < kSteps; ++j) {
-#pragma unroll
-                             for (int i = 0; i < 4; ++i) {
-                               if (inside(j, i)) use(keys[j][i]);
-                             }
-                           }
-                         })
-          .at_key();
-  uint32_t better = 0, ties = 0;
-#pragma unroll
-  for (int j = 0; j < kSteps; ++j) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (inside(j, i) && keys[j][i] > cut.base) better |= 1u << (4 * j + i);
-      if (inside(j, i) && keys[j][i] == cut.base) ties |= 1u << (4 * j + i);
-    }
-  }
-  // Candidates are in order of position, so that the first ties are the better ones.
-  const StepRanks ranks = StepRanks::of<kThreads>(better, ties, shared.cut);
-  ranks.emit(0, 0, cut.need, [&](uint32_t to, int j, int i) {
-    shared.selected()[to] = shared.positions()[entry(j, i)];
+  };
+  // Candidates are in order of position: their places do for positions.
+  const Entry last = find_last<kThreads>(candidates, count, shared.bins, shared.cut, [&](auto use) {
+    each_candidate([&](uint32_t j, uint32_t i, uint32_t key) { use(key, entry(j, i)); });
   });
-  __syncthreads();
+  uint32_t marks = 0;
+  each_candidate([&](uint32_t j, uint32_t i, uint32_t key) {
+    if (Entry{key, entry(j, i)}.reaches(last)) marks |= 1u << (4 * j + i);
+  });
+  const MarkRanks ranks = MarkRanks::of<kThreads>(marks, shared.cut);
   int32_t* const out = rows.out(t);
-  for (uint32_t i = threadIdx.x; i < topk; i += kThreads) {
-    out[i] = rows.index(t, static_cast<int32_t>(shared.selected()[i]));
+  ranks.emit(0, static_cast<int>(groups), [&](uint32_t to, int j, int i) {
+    const uint32_t from = entry(static_cast<uint32_t>(j), static_cast<uint32_t>(i));
+    out[to] = rows.index(t, static_cast<int32_t>(shared.positions[from]));
+  });
+}
+
+/// The usual row, whose candidates reach `threshold` or are all: false where they are too few or
+/// too many.
+template <int kBlocks>
+__device__ bool select_sampled(const TopkRows& rows, int64_t t, const Row& row, const Part& part,
+                               uint32_t topk, uint32_t capacity, uint32_t threshold, uint32_t rank,
+                               SharedMemory& shared) {
+  float most = -INFINITY;
+  const bool all = row.len <= capacity;
+  const uint32_t marks = mark_candidates(row, part, all, threshold, shared.values, most);
+  const uint32_t largest = __reduce_max_sync(0xFFFFFFFF, key_of(most));
+  if (threadIdx.x % cuda::kWarpThreads == 0) atomicMax(&shared.largest_key, largest);
+  const MarkRanks ranks = MarkRanks::of<kThreads>(marks, shared.cut);
+  uint32_t count = ranks.total, first = 0, largest_key = shared.largest_key;
+  if constexpr (kBlocks > 1) {
+    show_count<kBlocks>(ranks.total, rank, shared);
+    if (threadIdx.x == 0) cuda::store_to_cluster(&shared.largest[rank], 0, largest_key);
+    sync_cluster();
+    count = 0;
+#pragma unroll
+    for (uint32_t r = 0; r < kBlocks; ++r) {
+      if (r == rank) first = count;
+      count += shared.counts[r];
+    }
   }
-  cuda::cluster_wait();
+  if (count < topk || count > capacity) return false;
+  ranks.emit(first, static_cast<int>(part.of_thread), [&](uint32_t to, int j, int i) {
+    const uint32_t local = part.local(static_cast<uint32_t>(j));
+    const uint32_t key = key_of(shared.values[4 * local + i]);
+    const uint32_t pos = row.position(part.first + local, i);
+    if constexpr (kBlocks > 1) {
+      cuda::store_to_cluster(&shared.keys[to], 0, key);
+      cuda::store_to_cluster(&shared.positions[to], 0, pos);
+    } else {
+      shared.keys[to] = key;
+      shared.positions[to] = pos;
+    }
+  });
+  if constexpr (kBlocks > 1) {
+    sync_cluster();
+    if (rank != 0) return true;
+#pragma unroll
+    for (uint32_t r = 0; r < kBlocks; ++r) largest_key = max(largest_key, shared.largest[r]);
+  } else {
+    __syncthreads();
+  }
+  select_candidates(rows, t, {threshold, bits_of(largest_key - threshold), topk, count}, row.len,
+                    shared);
+  return true;
 }
 
 /// The ranks of a step's entries that are better than the cut or on it.
@@ -319,35 +317,47 @@ __device__ inline StepRanks rank_keys(const Row& row, const Part& part, uint32_t
 
 static_assert(4 * kBlockGroups < 1 << 16, "the entries of a part are counted in 16 bits");
 
-/// Any row: three histograms of all keys to the exact cut, then every block writes what the row has
-/// of its part.
+/// Any row: the exact cut, by three histograms of all keys unless `guess`, a key, is where the best
+/// end; then every block writes what the row has of its part.
 template <int kBlocks>
 __device__ void select_from_all(const TopkRows& rows, int64_t t, const Row& row, const Part& part,
-                                uint32_t topk, uint32_t rank, SharedMemory& shared) {
-  for (uint32_t i = threadIdx.x; i < 2 * kBins; i += kThreads) shared.more_bins()[i] = 0;
-  __syncthreads();
-  const ClusterBins<kBlocks> bins(shared.bins, shared.more_bins(), rank);
-  const Cut all{0, 32, topk, row.len};
-  const Cut cut = find_cut<kThreads>(all, 3, bins, shared.cut, [&](auto use) {
-                    each_key(row, part, shared.values, use);
-                  }).at_key();
-  uint32_t better = 0, ties = 0;
-  for (uint32_t base = 0; base < part.count; base += Part::kStep) {
-    const StepRanks ranks = rank_keys(row, part, base, cut, shared);
-    better += ranks.better_total;
-    ties += ranks.ties_total;
-  }
-  show_count<kBlocks>(better | ties << 16, rank, shared);
-  sync_cluster();
-  uint32_t better_first = 0, ties_first = 0;
-  for (uint32_t r = 0; r < rank; ++r) {
-    better_first += shared.counts[r] & 0xFFFF;
-    ties_first += shared.counts[r] >> 16;
+                                uint32_t topk, Cut guess, uint32_t rank, SharedMemory& shared) {
+  Cut cut = guess;
+  uint32_t better_first, ties_first, better, ties;
+  while (true) {
+    if (cut.bits > 0) {
+      for (uint32_t i = threadIdx.x; i < 2 * kBins; i += kThreads) shared.more_bins()[i] = 0;
+      __syncthreads();
+      const ClusterBins<kBlocks> bins(shared.bins, shared.more_bins(), rank);
+      cut = find_cut<kThreads>(cut, 3, 0, bins, shared.cut, [&](auto use) {
+              each_key(row, part, shared.values, use);
+            }).at_key();
+    }
+    better = ties = 0;
+#pragma unroll 1
+    for (uint32_t base = 0; base < part.count; base += Part::kStep) {
+      const StepRanks ranks = rank_keys(row, part, base, cut, shared);
+      better += ranks.better_total;
+      ties += ranks.ties_total;
+    }
+    show_count<kBlocks>(better | ties << 16, rank, shared);
+    sync_cluster();
+    better_first = ties_first = 0;
+    uint32_t all_better = 0, all_ties = 0;
+#pragma unroll 1
+    for (uint32_t r = 0; r < kBlocks; ++r) {
+      if (r == rank) better_first = all_better, ties_first = all_ties;
+      all_better += shared.counts[r] & 0xFFFF;
+      all_ties += shared.counts[r] >> 16;
+    }
+    cut.need = topk - all_better;
+    if (all_better <= topk && topk <= all_better + all_ties) break;
+    cut = {0, 32, topk, row.len};
   }
   const uint32_t begin = better_first + min(ties_first, cut.need);
   const uint32_t end = better_first + better + min(ties_first + ties, cut.need);
-  // In place of the bins, which no block reads any more.
-  uint32_t* const selected = shared.more_bins();
+  uint32_t* const selected = shared.selected();
+#pragma unroll 1
   for (uint32_t base = 0; base < part.count; base += Part::kStep) {
     const StepRanks ranks = rank_keys(row, part, base, cut, shared);
     ranks.emit(better_first, ties_first, cut.need, [&](uint32_t to, int j, int i) {
@@ -367,7 +377,13 @@ template <int kBlocks>
 __device__ void select_row(const TopkRows& rows, uint32_t topk, uint32_t capacity,
                            SharedMemory& shared) {
   const int64_t t = blockIdx.x / kBlocks;
-  const uint32_t rank = cuda::cluster_rank();
+  const uint32_t rank = kBlocks > 1 ? cuda::cluster_rank() : 0;
+  // The block's columns come while the length of the row does.
+  const float* const columns = rows.columns(t);
+  const int64_t ahead = rows.width() * rank / kBlocks + int64_t{threadIdx.x} * 32;
+  if (columns != nullptr && ahead < rows.width() * (rank + 1) / kBlocks) {
+    cuda::prefetch_l2(columns + ahead);
+  }
   const TopkWindow window = rows.window(t);
   if (window.len <= topk) {
     int32_t* const out = rows.out(t);
@@ -376,38 +392,28 @@ __device__ void select_row(const TopkRows& rows, uint32_t topk, uint32_t capacit
     }
     return;
   }
-  cuda::cluster_arrive();
+  if constexpr (kBlocks > 1) cuda::cluster_arrive();
   const Row row(rows.logits(t, window), window.len);
-  const SampleShape sample(row.len, topk);
-  const bool all = row.len <= capacity;
-  float own = 0;
-  if (!all && threadIdx.x < sample.size / kBlocks) {
-    own = row.at(sample.position(rank * (sample.size / kBlocks) + threadIdx.x, row.len));
-  }
   const Part part(row.num_groups(), rank, kBlocks);
   copy_part(row, part, shared.values);
   for (int i = threadIdx.x; i < kBins; i += kThreads) shared.bins[i] = 0;
-  cuda::cluster_wait();  // all blocks have started
+  if (threadIdx.x == 0) shared.largest_key = shared.cut.listed = 0;
+  __syncthreads();
   uint32_t threshold = 0;
-  if (!all) threshold = sampled_threshold<kBlocks>(sample, own, row, capacity, rank, shared);
-  cuda::wait_for_copies();  // a thread reads what it has copied
-  if (all || threshold != 0) {
-    const uint32_t kept = keep_candidates(row, part, all, threshold, capacity, shared);
-    show_count<kBlocks>(kept, rank, shared);
-    sync_cluster();
-    uint32_t count = 0;
-#pragma unroll
-    for (uint32_t r = 0; r < kBlocks; ++r) count += shared.counts[r];
-    if (topk <= count && count <= capacity) {
-      if (rank == 0) {
-        select_candidates<kBlocks>(rows, t, topk, count, threshold, shared);
-      } else {
-        sync_cluster();
-      }
-      return;
-    }
+  Cut narrow{0, 32, 0, 0};
+  if (row.len > capacity) {
+    threshold = sampled_threshold<kThreads>(row, SampleShape(row.len, topk), capacity, shared.bins,
+                                            shared.sample(), shared.cut, narrow);
   }
-  select_from_all<kBlocks>(rows, t, row, part, topk, rank, shared);
+  cuda::wait_for_copies();                          // a thread marks what it has copied
+  if constexpr (kBlocks > 1) cuda::cluster_wait();  // all blocks have started
+  if ((row.len <= capacity || threshold != 0) &&
+      select_sampled<kBlocks>(rows, t, row, part, topk, capacity, threshold, rank, shared)) {
+    return;
+  }
+  const bool plateau = threshold == 0 && narrow.bits == 0;
+  select_from_all<kBlocks>(rows, t, row, part, topk, plateau ? narrow : Cut{0, 32, topk, row.len},
+                           rank, shared);
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
