@@ -55,6 +55,9 @@ T __ldg(const T* from) {
   fovea::test::gpu::need_alignment(from, alignof(T));
   return *from;
 }
+inline uint32_t __umulhi(uint32_t x, uint32_t y) {
+  return static_cast<uint32_t>(uint64_t{x} * y >> 32);
+}
 inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t order) {

@@ -3,7 +3,14 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
+#include <cmath>
+#include <cstring>
 #include <limits>
+#include <utility>
+#include <vector>
+
+#include "fovea/numeric.h"
 
 #include "tests/gpu_model/sparse_mla_model_suite.h"
 #include "tests/mla/sparse_mla_case.h"
@@ -153,6 +160,79 @@ TEST_F(SparseMlaSm90Model, NoOrderOfTheThreadsChangesABit) {
   for (const unsigned seed : {2U, 3U, 4U}) {
     test::gpu::settings().seed = seed;
     EXPECT_TRUE(SameBits(run(test_case), first));
+  }
+}
+
+// With queries of zero and one key a row the output is the key: all codes, with scales at the edges
+// of what each way of decoding takes. Rows 15 and 31 have a NaN.
+TEST_F(SparseMlaSm90Model, OneKeyComesBackAsItDecodes) {
+  constexpr int64_t kRows = 32, kPageSize = 16, kPages = kRows / kPageSize;
+  for (const RowFormat format : {RowFormat::kV4, RowFormat::kV32}) {
+    const bool is_v4 = format == RowFormat::kV4;
+    const int64_t width = is_v4 ? 512 : 576, latent = is_v4 ? 448 : 512;
+    const int64_t page_bytes = is_v4 ? 9792 : kPageSize * 656;
+    std::vector<uint8_t> pool(static_cast<size_t>(kPages * page_bytes));
+    std::vector<uint16_t> q(static_cast<size_t>(kRows * width)), out(kRows * 512);
+    std::vector<int32_t> indices(kRows);
+    std::vector<float> lse(kRows);
+    const std::array<uint8_t, 8> v4_scales = {0, 1, 60, 127, 133, 134, 135, 240};
+    const std::array<float, 8> v32_scales = {0.0f,     1e-40f, 3e-39f, 1.7e-3f,
+                                             0.37193f, 2.0f,   300.7f, 1.3e30f};
+    const auto scale_of = [&](int64_t t, int64_t tile) {
+      const auto i = static_cast<size_t>((t + tile) % 8);
+      return is_v4 ? ue8m0_to_float(v4_scales[i]) : v32_scales[i];
+    };
+    const auto code_of = [&](int64_t t, int64_t d) {
+      const int64_t code = d == t % 17 ? 8 * t + 7 : (t * 31 + d * 7) % 256;
+      return static_cast<uint8_t>((code & 0x7F) == 0x7F && d != t % 17 ? 0x7E : code);
+    };
+    for (int64_t t = 0; t < kRows; ++t) {
+      indices[static_cast<size_t>(t)] = static_cast<int32_t>(t);
+      uint8_t* const page = pool.data() + t / kPageSize * page_bytes;
+      uint8_t* const row = page + t % kPageSize * (is_v4 ? 576 : 656);
+      for (int64_t d = 0; d < latent; ++d) row[d] = code_of(t, d);
+      for (int64_t d = 0; d < 64; ++d) {  // the rope channels, any bits but those of NaN
+        const auto bits = static_cast<uint16_t>(t * 64 + d + 0x3F00);
+        std::memcpy(row + (is_v4 ? 448 : 528) + 2 * d, &bits, 2);
+      }
+      for (int64_t i = 0; i < (is_v4 ? 7 : 4); ++i) {
+        const float scale = scale_of(t, i);
+        if (is_v4) {
+          page[kPageSize * 576 + t % kPageSize * 8 + i] = v4_scales[static_cast<size_t>(t + i) % 8];
+        } else {
+          std::memcpy(row + 512 + 4 * i, &scale, 4);
+        }
+      }
+    }
+    SparseMlaProblem problem;
+    problem.max_rows = kRows;
+    problem.num_heads = 1;
+    problem.head_dim_qk = width;
+    problem.topk = 1;
+    problem.softmax_scale = 1;
+    problem.row_format = format;
+    problem.page_size = kPageSize;
+    SparseMlaTensors tensors;
+    tensors.q = make_tensor(std::as_const(q).data(), DType::kBf16, {kRows, 1, width});
+    tensors.kv = make_tensor(std::as_const(pool).data(), DType::kU8, {kPages, page_bytes});
+    tensors.indices = make_tensor(std::as_const(indices).data(), DType::kI32, {kRows, 1});
+    tensors.out = make_tensor(out.data(), DType::kBf16, {kRows, 1, 512});
+    tensors.lse = make_tensor(lse.data(), DType::kF32, {kRows, 1});
+    test::gpu::run_sparse_mla_sm90(problem, tensors);
+    for (int64_t t = 0; t < kRows; ++t) {
+      const bool is_nan = t % 16 == 15;
+      EXPECT_EQ(std::isnan(lse[static_cast<size_t>(t)]), is_nan) << t;
+      for (int64_t d = 0; d < latent; ++d) {
+        const uint16_t actual = out[static_cast<size_t>(t * 512 + d)];
+        if (is_nan) {
+          ASSERT_TRUE(std::isnan(bf16_to_float({actual}))) << t << ", " << d;
+          continue;
+        }
+        const float scale = scale_of(t, d / (is_v4 ? 64 : 128));
+        float expected = bf16_to_float(bf16_from_float(e4m3_to_float(code_of(t, d)) * scale));
+        ASSERT_EQ(bf16_to_float({actual}), expected) << t << ", " << d << ", scale " << scale;
+      }
+    }
   }
 }
 

@@ -7,13 +7,13 @@
 #include "src/mla/cuda/listed_keys.cuh"
 #include "src/mla/cuda/sparse_mla_launch.cuh"
 #include "src/mla/cuda/sparse_mla_sm90/config.h"
+#include "src/mla/cuda/sparse_mla_sm90/places.cuh"
 
 // What a launch is given, and the shared memory of a block.
 namespace fovea::internal::sparse_sm90 {
 
 using cuda::Mbarrier;
 using latent::kLog2E;
-using latent::kMaxPlaces;
 using latent::kNegInf;
 using latent::logit_unit;
 using latent::Outputs;
@@ -26,7 +26,13 @@ using latent::Target;
 inline constexpr int kPanelBytes = kHeads * cuda::kPanelRowBytes;
 inline constexpr int kTileBytes = kTilePanels * kPanelBytes;
 
-using Params = latent::RowParams;
+struct Params : latent::RowParams {
+  RowPlaces places[2];  // of the segments
+
+  explicit Params(const latent::RowParams& row) : RowParams(row) {
+    for (int i = 0; i < 2; ++i) places[i] = RowPlaces(segments[i], layouts[i].aligned);
+  }
+};
 
 // A tile of keys: panels of 64 channels.
 using Tile = uint8_t[kTilePanels][kPanelBytes];

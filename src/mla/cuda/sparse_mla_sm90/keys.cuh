@@ -6,358 +6,507 @@
 #include "src/core/cuda/async_copy.cuh"
 #include "src/core/cuda/cluster.cuh"
 #include "src/core/cuda/fp8.cuh"
+#include "src/core/cuda/row_codes.cuh"
 #include "src/core/cuda/vector_io.cuh"
 #include "src/mla/cuda/sparse_mla_sm90/block.cuh"
 
-// The warps that bring keys: each looks up 8 slots of a tile, decodes their rows to bf16 and stores
-// them, the left half first. While a half is decoded the next one is on its way, across tiles.
+// The warps that bring keys. A warp looks up its 8 keys of four tiles at a time, two tiles before
+// the first of them. Packed rows are asked for a tile ahead, half of the channels at a time, each
+// into the registers of the half that was decoded just before. A lane keeps to one row, so that
+// nothing of it is exchanged. bf16 rows travel by themselves.
 namespace fovea::internal::sparse_sm90 {
 
-// The rows of the warp's keys of a tile: lane l knows key l % kWarpKeys, and of its scales those of
-// group l / kWarpKeys.
-struct LaneRow {
-  const uint8_t* row = nullptr;  // null: absent
-  // v32: that of channels 128 group ..; v4: the bytes of channels 64 group .. and 256 + 64 group
-  // ..; r512 and f576: that of the row. 0 where absent.
-  uint32_t scale = 0;
+// Tiles that are looked up together: lane l has key l % kWarpKeys of tile l / kWarpKeys.
+inline constexpr int kTurnTiles = 32 / kWarpKeys;
+
+// Who a thread is. What follows from that is computed where it is used: it is cheap, and registers
+// are few.
+struct KeyThread {
+  __device__ uint32_t here() const {
+    return static_cast<uint32_t>(cuda::computed_here(static_cast<int>(threadIdx.x)));
+  }
+  __device__ uint32_t lane() const { return here() % 32; }
+  __device__ uint32_t key() const { return here() % kWarpKeys; }
+  __device__ uint32_t group() const { return here() % 32 / kWarpKeys; }
+  __device__ uint32_t warp() const { return here() / 32 % kKeyWarps; }
 };
-inline constexpr int kScaleGroups = 4;
 
 template <class T>
 __device__ inline T load(const uint8_t* from) {
   return __ldg(reinterpret_cast<const T*>(from));
 }
 
-// Places and addresses that follow from the lane are cheap, and registers are few.
-__device__ inline int lane_here() { return cuda::computed_here(threadIdx.x % 32); }
-__device__ inline int lane_key() { return threadIdx.x % kWarpKeys; }
-__device__ inline int lane_group() { return threadIdx.x % 32 / kWarpKeys % kScaleGroups; }
-
 // Of the 8 keys of a warp, blocks that share rows bring 4 each.
 template <int kBlocks>
-__device__ inline int first_own_key() {
-  return kBlocks == 1 ? 0 : static_cast<int>(cuda::cluster_rank()) * (kWarpKeys / kBlocks);
+__device__ inline uint32_t first_own_key() {
+  return kBlocks == 1 ? 0 : cuda::cluster_rank() * (kWarpKeys / kBlocks);
 }
 
-// The row of a key of the warp.
-__device__ inline const uint8_t* row_of(const LaneRow& own, int key) {
-  return reinterpret_cast<const uint8_t*>(
-      __shfl_sync(0xFFFFFFFF, reinterpret_cast<unsigned long long>(own.row), key));
-}
-
-// The row of a tile's cache at `base` that the lane knows, in 8 bytes from there: half the
-// registers and exchanges of an address. Of aligned rows only; a cache with more than kMaxPlaces
-// has none.
-inline constexpr uint32_t kNoPlace = 0xFFFFFFFF;
-__device__ inline uint32_t place_of(const uint8_t* base, const uint8_t* row) {
-  return row == nullptr ? kNoPlace : static_cast<uint32_t>((row - base) / 8);
-}
 __device__ inline const uint8_t* at_place(const uint8_t* base, uint32_t place) {
   return base + 8 * static_cast<uint64_t>(place);
 }
 
-// A scale as LaneRow has it after keep(), that nobody waits for so far.
-// Rows of 576 channels are v32, f576 or bf16; others have 512.
-template <int kHeadDim>
-__device__ inline uint32_t ask(const RowLayout& layout, const LatentAddress& found) {
-  if (found.row == nullptr) return 0;
-  if constexpr (kHeadDim > kValueDim) {
-    if (layout.format != RowFormat::kV32) return 0;
-    const uint8_t* const from = found.row + kV32ScaleOffset + 4 * lane_group();
-    return layout.aligned ? load<uint32_t>(from) : __float_as_uint(cuda::load_float<false>(from));
-  }
-  if (layout.format == RowFormat::kV4) {  // the byte after the 7 is never read
-    const int group = lane_group();
-    if (group == 0) {
-      return layout.aligned ? load<uint32_t>(found.scales)
-                            : __float_as_uint(cuda::load_float<false>(found.scales));
-    }
-    if (group == 1) return found.scales[4] | found.scales[5] << 8;
-    return group == 2 ? found.scales[6] : 0;
-  }
-  if (layout.format != RowFormat::kR512) return 0;
-  return layout.bf16_scale ? load<uint16_t>(found.scales) : load<uint32_t>(found.scales);
+// 2^(code - 127) of the scales of v4. 0 is
+// below the normal range, 255 is NaN. No branch, no call.
+__device__ inline float v4_scale_value(uint32_t code) {
+  const uint32_t bits = max(code << 23, 0x00400000u);
+  return __uint_as_float(bits == 0x7F800000u ? 0x7FC00000u : bits);
 }
 
-template <int kHeadDim>
-__device__ inline LaneRow keep(const RowLayout& layout, const uint8_t* row, uint32_t asked) {
-  if (row == nullptr) return {};
-  if constexpr (kHeadDim > kValueDim) {
-    return {row, layout.format == RowFormat::kV32 ? asked : __float_as_uint(1.0f)};
-  }
-  if (layout.format == RowFormat::kV4) return {row, asked};
-  return {row, layout.bf16_scale ? asked << 16 : asked};
-}
-
-// Asks for the lines of a row that will be read, a part of them by each lane that knows it.
+// Asks for the lines of a row that will be read.
 __device__ inline void prefetch_row(const RowLayout& layout, const uint8_t* row) {
-  if (row == nullptr) return;
   const int bytes = static_cast<int>(layout.row_bytes);
-  for (int at = threadIdx.x % 32 / kWarpKeys * 128; at < bytes; at += 32 / kWarpKeys * 128)
-    cuda::prefetch_l2(row + at);
+#pragma unroll 1
+  for (int at = 0; at < bytes; at += 128) cuda::prefetch_l2(row + at);
 }
 
-// The scale of the lane's 8 channels of half `half` of key `key`.
-__device__ __forceinline__ float scale_of(bool is_v4, const LaneRow& own, int half, int key) {
-  const int lane = threadIdx.x % 32;
-  const int group = !is_v4 ? 2 * half + lane / 16 : half == 0 ? 0 : 1 + lane / 16;
-  const uint32_t word = __shfl_sync(0xFFFFFFFF, own.scale, key + kWarpKeys * group);
-  // Of v4 a byte: 2^(byte - 127); 0 is below the normal range, 255 is NaN. No branch, no call. An
-  // absent row has zeros for codes, which any finite scale keeps.
-  const uint32_t bits =
-      max((word >> ((half == 0 ? lane / 8 : lane / 8 % 2) * 8) & 0xFF) << 23, 0x00400000u);
-  return __uint_as_float(!is_v4 ? word : bits == 0x7F800000u ? 0x7FC00000u : bits);
-}
+// Who decodes what: kLanes neighbours have the pieces of a row's panels, in turn.
+template <int kBlocks>
+struct Share {
+  static constexpr int kLanes = 4 * kBlocks;
+  static constexpr int kPieces = 8 / kLanes;  // a lane has of each panel, neighbours
 
-// Codes of one half of the channels of four keys, 8 a lane.
-inline constexpr int kQuads = kWarpKeys / 4;
-struct QuadRows {
-  uint2 codes[4];
+  // The lane's row, one of the 8 of the warp.
+  static __device__ uint32_t row(const KeyThread& me) {
+    return first_own_key<kBlocks>() + me.lane() / kLanes;
+  }
+  static __device__ uint32_t part(const KeyThread& me) { return me.lane() % kLanes; }
+  // Where the lane's first piece of panel 0 is in a tile; the second one is at `^ 16`.
+  static __device__ uint32_t offset(const KeyThread& me) {
+    const uint32_t key = row(me);
+    return (me.warp() * kWarpKeys + key) * cuda::kPanelRowBytes + ((part(me) * kPieces ^ key) << 4);
+  }
 };
 
-// Keys 4 quad .. of the warp.
-__device__ __forceinline__ QuadRows load_quad(const uint8_t* base, uint32_t own, int half,
-                                              int quad) {
-  QuadRows rows;
-  const uint8_t* const channels = base + half * kHalfChannels + 8 * lane_here();
-#pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    const uint32_t place = __shfl_sync(0xFFFFFFFF, own, 4 * quad + n);
-    rows.codes[n] = cuda::load_or_zeros(at_place(channels, place), place != kNoPlace);
-  }
-  return rows;
+__device__ __forceinline__ void store_piece(uint8_t* panel, uint32_t offset, const uint4& values) {
+  *reinterpret_cast<uint4*>(panel + offset) = values;
 }
 
-__device__ __forceinline__ void store_quad(bool is_v4, const LaneRow& own, int half, int quad,
-                                           const QuadRows& rows, int first_key, Tile& tile) {
-  const int lane = lane_here();
-  const int panel = half * kHalfPanels + lane / 8;
-  // The last channels of v4 are no codes.
-  const bool is_code = !is_v4 || panel < kV4LatentDim / cuda::kPanelColumns;
-#pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    const int key = 4 * quad + n;
-    const uint4 values = latent::decode8(rows.codes[n], scale_of(is_v4, own, half, key));
-    if (is_code) *tile_piece(tile, panel, first_key + key, lane % 8) = values;
+// What a lane has of one panel of its row: eight codes a piece.
+template <int kPieces>
+struct PanelCodes;
+template <>
+struct PanelCodes<1> {
+  uint2 codes;
+  __device__ void ask(const uint8_t* from, bool is_there) {
+    cuda::load_or_zeros_late(codes, from, is_there);
   }
-}
+  __device__ uint2 piece(int) const { return codes; }
+};
+template <>
+struct PanelCodes<2> {
+  uint4 codes;
+  __device__ void ask(const uint8_t* from, bool is_there) {
+    cuda::load_or_zeros_late(codes, from, is_there);
+  }
+  __device__ uint2 piece(int i) const {
+    return i == 0 ? make_uint2(codes.x, codes.y) : make_uint2(codes.z, codes.w);
+  }
+};
 
-// The rope channels: a lane has 8 channels of key 4 n + lane / 8. Those of f576 are codes; the
-// others travel by themselves. `readable`: any address that may be named for what is absent.
-template <int kBlocks>
-__device__ __forceinline__ void bring_rope(RowFormat format, const uint8_t* base, uint32_t own,
-                                           const uint8_t* readable, int first_key, Tile& tile) {
-  const int lane = lane_here();
-  const int panel = format == RowFormat::kV4 ? kRestPanel - 1 : kRestPanel;
-  const int64_t offset = format == RowFormat::kV4    ? kV4LatentDim
-                         : format == RowFormat::kV32 ? kV32RopeOffset
-                                                     : 2 * kLatentDim;  // bf16
-#pragma unroll
-  for (int i = 0; i < kQuads / kBlocks; ++i) {
-    const int n = i + first_own_key<kBlocks>() / 4;
-    const uint32_t place = __shfl_sync(0xFFFFFFFF, own, 4 * n + lane / 8);
-    const uint8_t* const row = at_place(base, place);
-    const bool is_there = place != kNoPlace;
-    uint4* const to = tile_piece(tile, panel, first_key + 4 * n + lane / 8, lane % 8);
-    if (format == RowFormat::kF576) {
-      uint2 codes = make_uint2(0, 0);
-      if (is_there) codes = load<uint2>(row + kLatentDim + 8 * (lane % 8));
-      *to = latent::decode8(codes, 1);
+// One half of the channels of the lane's row, as they were stored, and their scales.
+template <int kHeadDim, int kBlocks>
+struct HalfRow {
+  using Of = Share<kBlocks>;
+  static constexpr int kPieces = Of::kPieces;
+  PanelCodes<kPieces> panels[kHalfPanels];
+  // The second half of the rope channels of v4, whose first half is in the place of the codes of
+  // the last panel.
+  PanelCodes<kPieces> tail;
+  // v32: of 128 channels each; r512: of the row; v4: the bytes of the four panels, of the right
+  // half two, and one in the second word. Zeros where the row is absent: its codes are zeros, which
+  // any finite scale keeps.
+  uint32_t scales[2];
+
+  // kHalf: 0 left, 1 right. `place`: kNoPlace for zeros.
+  template <int kHalf>
+  __device__ __forceinline__ void ask(const KeyThread& me, const RowLayout& layout,
+                                      const RowPlaces& places, const uint8_t* base,
+                                      const RowPlace& place) {
+    const bool is_there = place.row != kNoPlace;
+    const bool is_v4 = kHeadDim == kValueDim && layout.format == RowFormat::kV4;
+    const uint8_t* row = at_place(base, place.row);
+    if constexpr (kHeadDim > kValueDim) {
+      scales[0] = scales[1] = __float_as_uint(1.0f);
+      if (layout.format == RowFormat::kV32) {
+        uint2 both;
+        cuda::load_or_zeros_late(both, row + kV32ScaleOffset + 8 * kHalf, is_there);
+        scales[0] = both.x;
+        scales[1] = both.y;
+      }
     } else {
-      cuda::copy_async<16>(to, is_there ? row + offset + 16 * (lane % 8) : readable, is_there);
+      const uint8_t* const from = places.scale(place.scale);
+      if (!is_v4) {
+        if (layout.bf16_scale) {
+          cuda::load_or_zeros_late<2>(scales[0], from, is_there);
+        } else {
+          cuda::load_or_zeros_late<4>(scales[0], from, is_there);
+        }
+      } else if (kHalf == 0) {
+        cuda::load_or_zeros_late<4>(scales[0], from, is_there);
+      } else {  // the byte after the 7 is never read
+        cuda::load_or_zeros_late<2>(scales[0], from + 4, is_there);
+        cuda::load_or_zeros_late<1>(scales[1], from + 6, is_there);
+      }
+    }
+    const uint32_t part = Of::part(me) * (8 * kPieces);
+    row += kHalf * kHalfChannels + part;
+    cuda::hold(row);
+#pragma unroll
+    for (int i = 0; i < kHalfPanels; ++i) {
+      const bool is_rope = kHalf == 1 && i == kHalfPanels - 1 && is_v4;
+      panels[i].ask(row + 64 * i + (is_rope ? part : 0), is_there);
+    }
+    if constexpr (kHeadDim == kValueDim && kHalf == 1) {
+      const int last = 64 * (kHalfPanels - 1);
+      if (is_v4) tail.ask(row + last + part + 8 * kPieces, is_there);
+    }
+  }
+
+  template <int kHalf>
+  __device__ __forceinline__ void store(const KeyThread& me, const RowLayout& layout,
+                                        Tile& tile) const {
+    uint8_t* const to = tile[kHalf * kHalfPanels];
+    const uint32_t offset = Of::offset(me);
+    if constexpr (kHeadDim > kValueDim) {
+      decode(to, offset, kHalfPanels, [&](int i) { return __uint_as_float(scales[i / 2]); });
+    } else {
+      constexpr int kV4Panels = kHalfPanels - kHalf;
+      const bool is_v4 = layout.format == RowFormat::kV4;
+      const uint32_t bytes = kHalf == 0 ? scales[0] : scales[0] | scales[1] << 16;
+      const auto byte = [&](int i) { return bytes >> (8 * i) & 0xFF; };
+      // Powers of two: a few integer instructions and one product, where all of them are in range
+      // and no code is NaN.
+      const bool is_exact = is_v4 && cuda::are_exact(bytes) && are_numbers(kV4Panels);
+      if (__all_sync(0xFFFFFFFF, is_exact)) {
+#pragma unroll
+        for (int i = 0; i < kV4Panels; ++i) {
+          const uint32_t factor = cuda::exact_factor(byte(i));
+#pragma unroll
+          for (int n = 0; n < kPieces; ++n) {
+            const uint2 codes = panels[i].piece(n);
+            const uint2 low = cuda::decode4_exact(codes.x, factor);
+            const uint2 high = cuda::decode4_exact(codes.y, factor);
+            store_piece(to + i * kPanelBytes, offset ^ n << 4,
+                        make_uint4(low.x, low.y, high.x, high.y));
+          }
+        }
+      } else {
+        const float of_row = __uint_as_float(layout.bf16_scale ? scales[0] << 16 : scales[0]);
+        decode(to, offset, is_v4 ? kV4Panels : kHalfPanels,
+               [&](int i) { return is_v4 ? v4_scale_value(byte(i)) : of_row; });
+      }
+      if constexpr (kHalf == 1) {
+        if (is_v4) store_rope(to + kV4Panels * kPanelBytes, offset);
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ bool are_numbers(int num_panels) const {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < kHalfPanels; ++i) {
+      if (i >= num_panels) continue;
+#pragma unroll
+      for (int n = 0; n < kPieces; ++n)
+        bits |= cuda::nan_bits(panels[i].piece(n).x) | cuda::nan_bits(panels[i].piece(n).y);
+    }
+    return (bits & cuda::kNanBits) == 0;
+  }
+
+  template <class Scale>
+  __device__ __forceinline__ void decode(uint8_t* to, uint32_t offset, int num_panels,
+                                         const Scale& scale) const {
+#pragma unroll
+    for (int i = 0; i < kHalfPanels; ++i) {
+      if (i >= num_panels) continue;
+#pragma unroll
+      for (int n = 0; n < kPieces; ++n) {
+        store_piece(to + i * kPanelBytes, offset ^ n << 4,
+                    latent::decode8(panels[i].piece(n), scale(i)));
+      }
+      // All panels beside each other would need more registers than there are.
+      if (i == 1) __syncwarp();
+    }
+  }
+
+  __device__ __forceinline__ void store_rope(uint8_t* panel, uint32_t offset) const {
+    const auto& first = panels[kHalfPanels - 1].codes;
+    if constexpr (kPieces == 1) {
+      store_piece(panel, offset, make_uint4(first.x, first.y, tail.codes.x, tail.codes.y));
+    } else {
+      store_piece(panel, offset, first);
+      store_piece(panel, offset ^ 16, tail.codes);
+    }
+  }
+};
+
+// The rope channels of rows of 576: of all 8 of the warp, whoever decodes the others, because rests
+// take their place and nobody knows when a row has left for the other block. f576: 16 codes a lane;
+// v32: 16 values.
+struct RopeRow {
+  using Of = Share<1>;
+  uint4 bytes[2];
+
+  // `own`: the place of key l % kWarpKeys.
+  __device__ __forceinline__ void ask(const KeyThread& me, RowFormat format, const uint8_t* base,
+                                      uint32_t own) {
+    const uint32_t place = __shfl_sync(0xFFFFFFFF, own, me.lane() / Of::kLanes);
+    const bool is_v32 = format == RowFormat::kV32;
+    const uint8_t* const from = at_place(base, place) + (is_v32 ? kV32RopeOffset : kLatentDim) +
+                                Of::part(me) * (is_v32 ? 32 : 16);
+    cuda::load_or_zeros_late(bytes[0], from, place != kNoPlace);
+    cuda::load_or_zeros_late(bytes[1], from + 16, place != kNoPlace && is_v32);
+  }
+  __device__ __forceinline__ void store(const KeyThread& me, RowFormat format, Tile& tile) const {
+    const uint32_t offset =
+        (me.warp() * kWarpKeys + me.lane() / Of::kLanes) * cuda::kPanelRowBytes +
+        ((2 * Of::part(me) ^ me.lane() / Of::kLanes) << 4);
+    uint4 values[2] = {bytes[0], bytes[1]};
+    if (format == RowFormat::kF576) {
+      values[0] = latent::decode8(make_uint2(bytes[0].x, bytes[0].y), 1);
+      values[1] = latent::decode8(make_uint2(bytes[0].z, bytes[0].w), 1);
+    }
+    store_piece(tile[kRestPanel], offset, values[0]);
+    store_piece(tile[kRestPanel], offset ^ 16, values[1]);
+  }
+};
+
+// Aligned bf16 rows travel by themselves: the panels [first, end) of kRows rows of the warp from
+// `first_row` on, 128 bytes of four rows at a time.
+template <int kRows>
+__device__ __forceinline__ void copy_panels(const KeyThread& me, const uint8_t* base, uint32_t own,
+                                            uint32_t first_row, int first, int end, Tile& tile) {
+#pragma unroll
+  for (int i = 0; i < kRows / 4; ++i) {
+    const uint32_t row = first_row + 4 * i + me.lane() / 8, piece = me.lane() % 8;
+    const uint32_t place = __shfl_sync(0xFFFFFFFF, own, row);
+    const bool is_there = place != kNoPlace;
+    const uint8_t* from = at_place(base, is_there ? place : 0) + 16 * piece;
+    cuda::hold(from);
+    uint8_t* const to =
+        tile[0] + (me.warp() * kWarpKeys + row) * cuda::kPanelRowBytes + ((piece ^ row) << 4);
+#pragma unroll
+    for (int panel = first; panel < end; ++panel) {
+      cuda::copy_async<16>(to + panel * kPanelBytes, from + panel * cuda::kPanelRowBytes, is_there);
     }
   }
 }
 
-// Aligned bf16 rows travel by themselves: half `half` of their first 512 channels.
-template <int kBlocks>
-__device__ __forceinline__ void copy_half(const uint8_t* base, uint32_t own,
-                                          const uint8_t* readable, int half, int first_key,
-                                          Tile& tile) {
-  const int lane = lane_here();
-  const uint8_t* const channels = base + 512 * half + 16 * lane;
-  constexpr int kOwn = kWarpKeys / kBlocks;
-  const int first = first_own_key<kBlocks>();
-  uint32_t place[kOwn];  // before the copies, past which no exchange moves
-#pragma unroll
-  for (int n = 0; n < kOwn; ++n) place[n] = __shfl_sync(0xFFFFFFFF, own, first + n);
-#pragma unroll
-  for (int n = 0; n < kOwn; ++n) {
-    const bool is_there = place[n] != kNoPlace;
-    cuda::copy_async<16>(
-        tile_piece(tile, half * kHalfPanels + lane / 8, first_key + first + n, lane % 8),
-        is_there ? at_place(channels, place[n]) : readable, is_there);
-  }
-}
-
-// Rows at any address, byte by byte: 8 channels a lane and step.
+// Rows at any address, byte by byte: 8 channels a lane and step. Returns kNoPlace where the lane's
+// key is absent.
 template <int kHeadDim, int kBlocks>
-__device__ __forceinline__ void store_unaligned(RowFormat format, const LaneRow& own, int first_key,
-                                                Tile& tile) {
-  const int lane = lane_here();
+__device__ __forceinline__ uint32_t store_unaligned(const KeyThread& me, const RowLayout& layout,
+                                                    const ListedKeys& keys, int block, Tile& tile) {
+  const uint32_t lane = me.lane();
+  const int first_key = static_cast<int>(me.warp() * kWarpKeys);
+  const RowFormat format = layout.format;
   const bool is_v4 = format == RowFormat::kV4;
+  const int own_key = first_key + static_cast<int>(me.key());
+  const LatentAddress own = keys.address(block, own_key, keys.place(block, own_key));
+  const auto of_key = [](const uint8_t* own_address, int key) {
+    return reinterpret_cast<const uint8_t*>(
+        __shfl_sync(0xFFFFFFFF, reinterpret_cast<unsigned long long>(own_address), key));
+  };
 #pragma unroll 1
   for (int key = 0; key < kWarpKeys; ++key) {
-    const uint8_t* const row = row_of(own, key);
-    const bool is_own =
-        key / (kWarpKeys / kBlocks) * (kWarpKeys / kBlocks) == first_own_key<kBlocks>();
+    const uint8_t* const row = of_key(own.row, key);
+    const uint8_t* const scales = of_key(own.scales, key);
+    constexpr uint32_t kOwn = kWarpKeys / kBlocks;
+    const bool is_own = key / kOwn * kOwn == first_own_key<kBlocks>();
 #pragma unroll 1
     for (int piece = is_own ? lane : kLatentDim / 8 + lane; piece < kHeadDim / 8; piece += 32) {
       uint4 values = make_uint4(0, 0, 0, 0);
-      const bool is_rope = piece >= kLatentDim / 8;
-      // Rope channels are the last pass, of a few lanes: their scale is 1 or none.
-      float scale = 1;
-      if (piece - lane < kLatentDim / 8) {
-        const int half = (piece - lane) / 32;
-        scale = scale_of(is_v4, own, half, key);
-      }
+      const bool is_rope = piece >= (is_v4 ? kV4LatentDim : kLatentDim) / 8;
       if (row == nullptr) {
       } else if (format == RowFormat::kBf16) {
         values = latent::load_bf16<false>(row, piece);
-      } else if (format == RowFormat::kV32 && is_rope) {
-        values = latent::load_bf16<false>(row + kV32RopeOffset, piece - kLatentDim / 8);
-      } else if (is_v4 && piece >= kV4LatentDim / 8) {
-        values = latent::load_bf16<false>(row + kV4LatentDim, piece - kV4LatentDim / 8);
+      } else if (is_rope && format != RowFormat::kF576) {
+        values = is_v4 ? latent::load_bf16<false>(row + kV4LatentDim, piece - kV4LatentDim / 8)
+                       : latent::load_bf16<false>(row + kV32RopeOffset, piece - kLatentDim / 8);
       } else {
+        float scale = 1;
+        if (is_v4) {
+          scale = v4_scale_value(scales[piece / 8]);
+        } else if (format == RowFormat::kV32) {
+          scale = cuda::load_float<false>(row + kV32ScaleOffset + piece / 16 * 4);
+        } else if (format == RowFormat::kR512) {
+          scale = layout.bf16_scale ? __uint_as_float(load<uint16_t>(scales) << 16)
+                                    : __uint_as_float(load<uint32_t>(scales));
+        }
         values = latent::decode8(latent::load_codes<false>(row + 8 * piece), scale);
       }
       *tile_piece(tile, piece / 8, first_key + key, piece % 8) = values;
     }
   }
+  return own.row != nullptr ? 0 : kNoPlace;
 }
 
 // The warp's rows of the half from panel `first_panel` on are there: the other block gets them too,
 // but for the panel of rests. What is there at first is brought by each block, because nobody knows
 // when a row has left for the other block.
 template <int kBlocks>
-__device__ __forceinline__ void arrive_full(Tile& tile, int first_panel, int first_key,
+__device__ __forceinline__ void arrive_full(const KeyThread& me, Tile& tile, int first_panel,
                                             Mbarrier& full) {
   cuda::shared_stores_before_wgmma();
   __syncwarp();
-  const int lane = threadIdx.x % 32;
+  const uint32_t lane = me.lane();
   if constexpr (kBlocks == 1) {
     if (lane == 0) cuda::mbarrier_arrive(full);
   } else {
     constexpr int kBytes = kWarpKeys / kBlocks * cuda::kPanelRowBytes;
-    if (lane == 0) {
-      const int first_row = (first_key + first_own_key<kBlocks>()) * cuda::kPanelRowBytes;
-#pragma unroll
-      for (int panel = first_panel; panel < first_panel + kHalfPanels; ++panel)
-        cuda::copy_to_block(tile[panel] + first_row, kBytes, full, 1 - cuda::cluster_rank());
-      // What the warp's counterpart sends.
-      cuda::mbarrier_arrive_expecting(full, kHalfPanels * kBytes);
+    if (lane < kHalfPanels) {
+      const uint32_t first_row = me.warp() * kWarpKeys + first_own_key<kBlocks>();
+      cuda::copy_to_block(tile[first_panel + lane] + first_row * cuda::kPanelRowBytes, kBytes, full,
+                          1 - cuda::cluster_rank());
     }
+    // What the warp's counterpart sends.
+    if (lane == 0) cuda::mbarrier_arrive_expecting(full, kHalfPanels * kBytes);
   }
 }
+
+// The places of a warp's keys, tile by tile.
+template <int kHeadDim>
+class PlaceFinder {
+ public:
+  __device__ PlaceFinder(const KeyThread& me, const Params& params, const ListedKeys& keys,
+                         int begin, int end)
+      : me(me), params_(params), keys_(keys), begin_(begin), end_(end) {
+    const int32_t names = ask(begin);
+    after_ = ask(begin + kTurnTiles);
+    here_ = find(begin, names);
+  }
+
+  // Of the lane's key of a tile; to be called for one tile after the other.
+  __device__ __forceinline__ RowPlace next(int tile) {
+    const int turn = (tile - begin_) / kTurnTiles, i = (tile - begin_) % kTurnTiles;
+    if (i == 0 && turn > 0) here_ = ahead_;
+    if (i == kTurnTiles / 2) {
+      const int first = begin_ + (turn + 1) * kTurnTiles;
+      ahead_ = find(first, after_);
+      after_ = ask(first + kTurnTiles);
+    }
+    const uint32_t from = i * kWarpKeys + me.key();
+    RowPlace place{__shfl_sync(0xFFFFFFFF, here_.row, from), 0};
+    if (kHeadDim == kValueDim) place.scale = __shfl_sync(0xFFFFFFFF, here_.scale, from);
+    return place;
+  }
+
+ private:
+  __device__ int key() const { return static_cast<int>(me.warp() * kWarpKeys + me.key()); }
+
+  // What names the lane's key of the tiles from `first` on.
+  __device__ __forceinline__ int32_t ask(int first) const {
+    const int tile = first + static_cast<int>(me.group());
+    return tile < end_ ? keys_.place(tile, key()) : -1;
+  }
+  __device__ __forceinline__ RowPlace find(int first, int32_t name) const {
+    const int tile = first + static_cast<int>(me.group());
+    const int segment = keys_.is_primary(tile) ? 0 : 1;
+    if (!params_.layouts[segment].aligned) return {};
+    const auto slot = static_cast<uint32_t>(keys_.slot(tile, key()));
+    const RowPlace place = params_.places[segment].find(slot, name);
+    if (place.row != kNoPlace) {
+      prefetch_row(params_.layouts[segment], at_place(params_.segments[segment].base, place.row));
+    }
+    return place;
+  }
+
+  const KeyThread& me;
+  const Params& params_;
+  const ListedKeys& keys_;
+  const int begin_, end_;
+  RowPlace here_, ahead_;  // of four tiles in hand, and of the next four
+  int32_t after_;          // what names those after them
+};
 
 // The tiles [begin, end) of the row.
 template <int kHeadDim, int kBlocks>
 __device__ __forceinline__ void bring_keys(const Params& params, const ListedKeys& keys, int begin,
                                            int end, SharedMemory<kHeadDim>& shared) {
-  const auto warp = [] { return cuda::computed_here(threadIdx.x) / 32 % kKeyWarps; };
-  const auto own_key = [&] { return kWarpKeys * warp() + lane_key(); };
-  const auto layout = [&](int tile) -> const RowLayout& {
-    return params.layouts[keys.is_primary(tile) ? 0 : 1];
-  };
-  const auto base = [&](int tile) { return keys.segment(tile).base; };
-  const auto is_packed = [&](int tile) {
-    return tile < end && layout(tile).aligned && layout(tile).format != RowFormat::kBf16;
-  };
   if (begin >= end) return;
-  const int32_t first_place = keys.place(begin, own_key());
-  int32_t next_place = begin + 1 < end ? keys.place(begin + 1, own_key()) : -1;
-  LaneRow own;
+  constexpr bool kHasRest = kHeadDim > kValueDim;
+  const auto segment_of = [&](int tile) { return keys.is_primary(tile) ? 0 : 1; };
+  const KeyThread me;
+  PlaceFinder<kHeadDim> finder(me, params, keys, begin, end);
+  HalfRow<kHeadDim, kBlocks> left, right;
+  RopeRow rope;
+  // Of key l % kWarpKeys of the tile in hand, and of the lane's row of the next one.
+  uint32_t place;
+  RowPlace own;
+  const auto find_own = [&](const RowPlaces& places, const RowPlace& found) {
+    const uint32_t row = Share<kBlocks>::row(me);
+    own.row = __shfl_sync(0xFFFFFFFF, found.row, row);
+    if (kHeadDim == kValueDim) own.scale = __shfl_sync(0xFFFFFFFF, found.scale, row);
+    if (!places.is_packed) own.row = kNoPlace;
+  };
+  const auto ask_right = [&](int segment) {
+    const RowLayout& layout = params.layouts[segment];
+    const RowPlaces& places = params.places[segment];
+    const uint8_t* const base = params.segments[segment].base;
+    right.template ask<1>(me, layout, places, base, own);
+    if (kHasRest) rope.ask(me, layout.format, base, places.is_packed ? place : kNoPlace);
+  };
+  const auto ask_left = [&](int segment) {
+    left.template ask<0>(me, params.layouts[segment], params.places[segment],
+                         params.segments[segment].base, own);
+  };
   {
-    const LatentAddress found = keys.address(begin, own_key(), first_place);
-    prefetch_row(layout(begin), found.row);
-    own = keep<kHeadDim>(layout(begin), found.row, ask<kHeadDim>(layout(begin), found));
+    const int segment = segment_of(begin);
+    const RowPlace found = finder.next(begin);
+    place = found.row;
+    find_own(params.places[segment], found);
+    ask_left(segment);
+    ask_right(segment);
   }
-  const auto* const readable = static_cast<const uint8_t*>(params.queries.data);
-  constexpr int kOwnQuads = kQuads / kBlocks;
-  // Whose rope channels are in the panel of rests: arrive_full().
-  constexpr int kRopeBlocks = kHeadDim > kValueDim ? 1 : kBlocks;
-  const auto quad_of = [](int i) { return i + first_own_key<kBlocks>() / 4; };
-  // Packed rows that are on their way: one half of all, or both of few.
-  QuadRows left[kOwnQuads], right[kOwnQuads];
-  constexpr bool kBothHalves = kBlocks > 1;
-  const auto load_left = [&](int tile, const uint8_t* row) {
-    if (!is_packed(tile)) return;
-#pragma unroll
-    for (int q = 0; q < kOwnQuads; ++q)
-      left[q] = load_quad(base(tile), place_of(base(tile), row), 0, quad_of(q));
-  };
-  const auto load_right = [&](int tile, uint32_t place, int q) {
-    right[q] = load_quad(base(tile), place, 1, quad_of(q));
-  };
-  load_left(begin, own.row);
 #pragma unroll 1
   for (int i = begin; i < end; ++i) {
     const int stage = (i - begin) % kStages, use = (i - begin) / kStages;
-    const int first_key = kWarpKeys * warp();
     Tile& tile = shared.tiles[stage];
     const auto wait_free = [&](Mbarrier& free) {
       if (use > 0) cuda::mbarrier_wait(free, use - 1);
     };
-    const RowLayout& of_tile = layout(i);
-    const bool travels = of_tile.aligned && of_tile.format == RowFormat::kBf16;
-    const uint32_t place = place_of(base(i), own.row);
-    if (travels) {
-      wait_free(shared.left_free[stage]);
-      copy_half<kBlocks>(base(i), place, readable, 0, first_key, tile);
+    const int segment = segment_of(i);
+    const RowLayout& layout = params.layouts[segment];
+    const bool is_packed = params.places[segment].is_packed;
+    wait_free(shared.left_free[stage]);
+    if (is_packed) {
+      left.template store<0>(me, layout, tile);
+    } else if (layout.aligned) {
+      const uint8_t* const base = params.segments[segment].base;
+      constexpr int kOwn = kWarpKeys / kBlocks;
+      const uint32_t first = first_own_key<kBlocks>();
+      copy_panels<kOwn>(me, base, place, first, 0, kHalfPanels, tile);
       cuda::commit_copies();
-    }
-    if (kBothHalves && is_packed(i)) {
-#pragma unroll
-      for (int q = 0; q < kOwnQuads; ++q) load_right(i, place, q);
-    }
-    // While these rows are on their way.
-    const uint8_t* next_row = nullptr;
-    uint32_t asked = 0;
-    if (i + 1 < end) {
-      const LatentAddress found = keys.address(i + 1, own_key(), next_place);
-      next_row = found.row;
-      asked = ask<kHeadDim>(layout(i + 1), found);
-      prefetch_row(layout(i + 1), found.row);
-    }
-    next_place = i + 2 < end ? keys.place(i + 2, own_key()) : -1;
-    if (is_packed(i)) {
-      const bool is_v4 = kHeadDim == kValueDim && of_tile.format == RowFormat::kV4;
-      wait_free(shared.left_free[stage]);
-#pragma unroll
-      for (int q = 0; q < kOwnQuads; ++q) {
-        store_quad(is_v4, own, 0, quad_of(q), left[q], first_key, tile);
-        if (!kBothHalves) load_right(i, place, q);
-      }
-      arrive_full<kBlocks>(tile, 0, first_key, shared.left_full[stage]);
-      if (kBothHalves) load_left(i + 1, next_row);
       wait_free(shared.right_free[stage]);
-      if (kHeadDim > kValueDim || is_v4)
-        bring_rope<kRopeBlocks>(of_tile.format, base(i), place, readable, first_key, tile);
-#pragma unroll
-      for (int q = 0; q < kOwnQuads; ++q)
-        store_quad(is_v4, own, 1, quad_of(q), right[q], first_key, tile);
+      copy_panels<kOwn>(me, base, place, first, kHalfPanels, 2 * kHalfPanels, tile);
+      if (kHasRest) copy_panels<kWarpKeys>(me, base, place, 0, kRestPanel, kRestPanel + 1, tile);
+      cuda::commit_copies();
+      cuda::wait_copies<1>();
     } else {
       wait_free(shared.right_free[stage]);
-      if (travels) {
-        copy_half<kBlocks>(base(i), place, readable, 1, first_key, tile);
-        if (kHeadDim > kValueDim)
-          bring_rope<kRopeBlocks>(RowFormat::kBf16, base(i), place, readable, first_key, tile);
-        cuda::commit_copies();
-        cuda::wait_copies<1>();
-      } else {
-        wait_free(shared.left_free[stage]);
-        store_unaligned<kHeadDim, kBlocks>(of_tile.format, own, first_key, tile);
-      }
-      arrive_full<kBlocks>(tile, 0, first_key, shared.left_full[stage]);
+      place = store_unaligned<kHeadDim, kBlocks>(me, layout, keys, i, tile);
     }
-    if (!kBothHalves || !is_packed(i)) load_left(i + 1, next_row);
-    const uint32_t present = __ballot_sync(0xFFFFFFFF, own.row != nullptr);
-    if (threadIdx.x % 32 == 0) {
-      shared.present[stage][warp()] = static_cast<uint8_t>(present & ((1u << kWarpKeys) - 1));
+    arrive_full<kBlocks>(me, tile, 0, shared.left_full[stage]);
+    // The registers of the left half are free for the search.
+    RowPlace found;
+    const int next = i + 1 < end ? segment_of(i + 1) : segment;
+    if (i + 1 < end) found = finder.next(i + 1);
+    find_own(params.places[next], found);
+    ask_left(next);
+    const uint32_t present = __ballot_sync(0xFFFFFFFF, place != kNoPlace);
+    if (is_packed) {
+      wait_free(shared.right_free[stage]);
+      if (kHasRest) rope.store(me, layout.format, tile);
+      right.template store<1>(me, layout, tile);
+    } else {
+      cuda::wait_for_copies();
     }
-    cuda::wait_for_copies();
-    arrive_full<kBlocks>(tile, kHalfPanels, first_key, shared.right_full[stage]);
-    if (i + 1 < end) own = keep<kHeadDim>(layout(i + 1), next_row, asked);
+    if (me.lane() == 0) shared.present[stage][me.warp()] = static_cast<uint8_t>(present);
+    arrive_full<kBlocks>(me, tile, kHalfPanels, shared.right_full[stage]);
+    place = found.row;
+    ask_right(next);
   }
 }
 

@@ -63,7 +63,7 @@ void sparse_mla_cuda_sm90(const SparseMlaProblem& problem, const Device& device,
   const cuda::DeviceScope scope(device.ordinal);
   const int64_t num_rows = tensors.q.shape[0], num_parts = parts_of(problem, device);
   WorkspaceCutter cutter(workspace);
-  const Params params = latent::row_params(problem, tensors, num_parts, kHeads, cutter);
+  const Params params(latent::row_params(problem, tensors, num_parts, kHeads, cutter));
   cuda::LaunchShape shape{
       dim3(static_cast<unsigned>(num_rows * params.head_groups), static_cast<unsigned>(num_parts)),
       dim3(kThreads)};
