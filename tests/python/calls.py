@@ -2,11 +2,7 @@
 
 import numpy as np
 
-from support import bf16
-
-
-def i32(values):
-    return np.array(values, np.int32)
+from support import bf16, i32
 
 
 def cos_sin(rope, rows=16):

@@ -10,7 +10,7 @@ import unittest
 
 import numpy as np
 
-import backends_test
+import dsa_backend_test
 import fovea
 import hostile_test
 from calls import legal_calls
@@ -27,8 +27,9 @@ else:
 
 HERE = pathlib.Path(__file__).parent
 SUITES = (
-    "operators_test", "backends_test", "compat_dsa_test", "compat_kda_test", "compat_msa_test", "compat_swa_test",
-    "sglang_steps_test", "sglang_forward_test", "sglang_graphs_test",
+    "operators_test", "pools_test", "dsa_backend_test", "kda_backend_test", "msa_backend_test", "v4_backend_test",
+    "compat_dsa_test", "compat_kda_test", "compat_msa_test", "compat_swa_test", "sglang_steps_test", "sglang_forward_test",
+    "sglang_graphs_test",
 )  # fmt: skip
 # What suites share: loaded anew for each, because its calls go to the device, too.
 SHARED = ("engine", "sglang_steps_test")
@@ -45,7 +46,7 @@ def suite_on(device, name):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     for loaded in [module, *(sys.modules.pop(shared) for shared in SHARED if shared in sys.modules)]:
-        loaded.fovea = away.Package(device)
+        loaded.fovea, loaded.DEVICE = away.Package(device), device
     sys.modules.update({shared: kept for shared, kept in before.items() if kept is not None})
     kinds = {key: kind for key, kind in vars(module).items()
              if isinstance(kind, type) and issubclass(kind, Case) and kind is not Case and not hasattr(kind, "device")}  # fmt: skip
@@ -330,7 +331,7 @@ class GraphTest(Case):
             self.assertTrue(equal(mine, other))
 
     def test_a_step_of_a_backend_is_one_graph(self):
-        case = backends_test.DsaTest()
+        case = dsa_backend_test.DsaTest()
         case.setUp()
         backend = fovea.DsaBackend(num_heads=2, index_heads=2, topk=4, page_size=4, max_requests=2, max_rows=16,
                                    table_width=16, device=DEVICE)  # fmt: skip

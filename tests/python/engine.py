@@ -11,6 +11,7 @@ import fovea
 from calls import cos_sin, i32
 from support import attend, bf16, e4m3_values, f64
 
+DEVICE = "cpu"  # where the backend is
 WIDTHS = {"bf16": 1152, "v32": 656, "f576": 576}
 LATENT, DIM, INDEX_DIM = 512, 576, 128
 
@@ -73,7 +74,7 @@ class Engine:
             "max_requests": requests, "max_rows": 64, "table_width": width, "rows_per_request": drafts,
         } | options  # fmt: skip
         self.backend = fovea.DsaBackend(**self.config)
-        self.plans, self.parts = {}, options.get("split_parts", 0)
+        self.plans, self.parts = {}, options.get("split_parts", 0) if DEVICE == "cpu" else 0  # no GPU reads such a plan
         self.clear()
 
     def clear(self):

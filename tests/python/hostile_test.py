@@ -9,8 +9,11 @@ import warnings
 
 import numpy as np
 
-import backends_test
+import dsa_backend_test
 import fovea
+import kda_backend_test
+import msa_backend_test
+import v4_backend_test
 from calls import i32, legal_calls
 from support import BF16, Case, Elsewhere
 
@@ -115,8 +118,9 @@ class HostileTest(Case):
 def backend_calls():
     """Class -> a configured case of its tests, the arguments of a constructor, of begin_step and of a forward."""
     calls = {}
-    for name, kind in (("DsaBackend", "DsaTest"), ("KdaBackend", "KdaTest"), ("MsaBackend", "MsaTest"), ("V4Backend", "V4Test")):
-        case = getattr(backends_test, kind)()
+    for name, kind in (("DsaBackend", dsa_backend_test.DsaTest), ("KdaBackend", kda_backend_test.KdaTest),
+                       ("MsaBackend", msa_backend_test.MsaTest), ("V4Backend", v4_backend_test.V4Test)):  # fmt: skip
+        case = kind()
         case.setUp()
         step, rows = case.batch.step("decode", [5, 6], [1, 1]), case.rows(2)
         config = {"num_heads": 2, "max_requests": 2, "max_rows": 16, "table_width": 16, "page_size": 4}

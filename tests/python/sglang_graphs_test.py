@@ -74,9 +74,8 @@ class CapturedTest(GraphCase):
         for mode, batch in batches.items():
             plan = engine.init_forward_metadata_replay_cuda_graph(batch)
             for view in plan.metadata().values():
-                array = view.numpy()
-                start = array.__array_interface__["data"][0]
-                spans.append((mode, start, start + array.nbytes))
+                start = view.__array_interface__["data"][0]
+                spans.append((mode, start, start + view.numpy().nbytes))
         for mode, start, end in spans:
             self.assertTrue(all(end <= other[1] or start >= other[2] for other in spans if other[0] != mode))
         for mode, batch in batches.items():  # all of them are still there

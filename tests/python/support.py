@@ -1,4 +1,4 @@
-"""Helpers of the Python tests: inputs, formulas in fp64, tensors of a GPU that is not there."""
+"""Helpers of the Python tests: inputs, batches, formulas in fp64, tensors of a GPU that is not there."""
 
 import ctypes
 import threading
@@ -31,6 +31,10 @@ BF16 = ml_dtypes.bfloat16
 E4M3 = ml_dtypes.float8_e4m3fn
 
 
+def i32(values):
+    return np.array(values, np.int32)
+
+
 def bf16(rng, *shape, scale=1.0):
     return (rng.standard_normal(shape) * scale).astype(BF16)
 
@@ -60,6 +64,44 @@ def run_threads(count, work):
         thread.start()
     for thread in threads:
         thread.join()
+
+
+class Batch:
+    """Requests whose tokens live in pages of random order: the arguments of begin_step."""
+
+    def __init__(self, rng, requests, pages, page_size):
+        self.page_size = page_size
+        order = 1 + rng.permutation(requests * pages).astype(np.int32)  # page 0 is the dummy
+        slots = (order[:, None] * page_size + np.arange(page_size)).reshape(requests, -1)
+        self.req_to_token = np.concatenate([np.zeros((1, slots.shape[1])), slots]).astype(np.int32)
+        self.pool_row = np.arange(1, requests + 1, dtype=np.int32)
+        self.num_pages = requests * pages + 1
+
+    def step(self, mode, lengths, rows, includes_rows=True):
+        """Lengths before the rows of this step, and how many rows each request has."""
+        positions = np.concatenate([np.arange(length, length + n) for length, n in zip(lengths, rows)]).astype(np.int32)
+        request = np.repeat(np.arange(len(rows)), rows)
+        step = {
+            "mode": mode,
+            "seq_len": i32(np.add(lengths, rows) if includes_rows else lengths),
+            "pool_row": self.pool_row,
+            "req_to_token": self.req_to_token,
+            "positions": positions,
+            "out_cache_loc": self.req_to_token[self.pool_row[request], positions],
+        }
+        if mode in ("extend", "mixed"):
+            step.update(ext_len=i32(rows), host_seq_len=step["seq_len"], host_ext_len=i32(rows))
+        return step
+
+    def row_to_request(self, rows):
+        return np.repeat(np.arange(len(rows)), rows).astype(np.int32)
+
+    def page_table(self):
+        return np.ascontiguousarray(self.req_to_token[1:, :: self.page_size] // self.page_size)
+
+
+def pick(rows, chosen):
+    return {name: value[chosen] for name, value in rows.items()}
 
 
 class Case(unittest.TestCase):

@@ -5,7 +5,7 @@ import sys
 import unittest
 import weakref
 
-import backends_test
+import msa_backend_test
 import numpy as np
 
 import fovea
@@ -116,7 +116,7 @@ class TorchBackendTest(Case):
         self.assertEqual((states.sum().item(), windows.sum().item()), (32, 90))
 
     def test_a_step_gives_the_bits_that_it_gives_with_numpy(self):
-        case, other = backends_test.MsaTest(), backends_test.MsaTest()
+        case, other = msa_backend_test.MsaTest(), msa_backend_test.MsaTest()
         case.setUp()
         other.setUp()
         step, rows = case.batch.step("extend", [0, 0], [20, 5]), case.rows(25)
