@@ -113,11 +113,16 @@ class Backend:
         call, plan = f"{self._name}.{function.__name__}", arguments["plan"]
         tensors, params = keywords(function, arguments)
         method, first = native or (function.__name__, params)
-        results += tuple(name for name, wanted in optional.items() if wanted)
-        unwanted = (tuple(name for name, wanted in optional.items() if not wanted),) if optional else ()
+        unwanted: tuple[str, ...] = ()
+        for name, wanted in optional.items():
+            if wanted:
+                results += (name,)
+            else:
+                unwanted += (name,)
         where, given = plan_of(call, plan), outputs(call, results, arguments["out"])
-        found = self._call(method, plan, first, tensors, given, *unwanted, where, arguments["stream"])
-        return tuple(found.get(name) for name in results)
+        others = (unwanted, where) if optional else (where,)
+        found = self._call(method, plan, first, tensors, given, *others, arguments["stream"])
+        return tuple(map(found.get, results))
 
     def make_step_plan(self, mode: str, num_requests: int, rows_per_request: int = 1) -> StepPlan:
         """Buffers for the steps of one bucket; they begin with a step of padded requests, which stores nothing.

@@ -33,10 +33,13 @@ def declaration(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[st
 
 def keywords(
     function: Callable[..., Any], arguments: Mapping[str, Any]
-) -> tuple[dict[str, Optional[Tensor]], dict[str, Any]]:
-    """The tensors and the parameters among the `arguments` of a function, which are its locals()."""
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the parameters among the `arguments` of a function, which are its locals(), without those that are None."""
     tensors, params = declaration(function)
-    return {name: arguments[name] for name in tensors}, {name: arguments[name] for name in params}
+    return (
+        {name: value for name in tensors if (value := arguments[name]) is not None},
+        {name: value for name in params if (value := arguments[name]) is not None},
+    )
 
 
 _functions: dict[Callable[..., Any], Any] = {}

@@ -91,7 +91,7 @@ class StatePool:
             InvalidArgument, Unsupported, OutOfMemory: the last one names the bytes asked and free.
         """
         _, params = keywords(StatePool.__init__, locals())
-        shape = params.pop("window_shape")
+        shape = params.pop("window_shape", None)
         try:
             params["window_rows"], params["window_columns"] = (0, 0) if shape is None else shape
         except (TypeError, ValueError):

@@ -123,8 +123,6 @@ def _fake(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(function)
 
     def shape_of(tensor: Any) -> Any:
-        if tensor is None:
-            return None
         return _WORDS.get(tensor.dtype, str(tensor.dtype)), tuple(_example(extent) for extent in tensor.shape)
 
     def extent_of(value: int, origin: Any, tensors: Mapping[str, Any]) -> Any:
@@ -139,7 +137,7 @@ def _fake(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
         bound = signature.bind(*arguments, **options)
         bound.apply_defaults()
         tensors, params = keywords(function, bound.arguments)
-        device = next(tensor.device for tensor in tensors.values() if tensor is not None)
+        device = next(iter(tensors.values())).device
         shapes = {name: shape_of(tensor) for name, tensor in tensors.items()}
         results, _ = _native.result_shapes(op, shapes, params, ())
         empty = [

@@ -3,22 +3,14 @@
 #include <nanobind/nanobind.h>
 
 #include <string>
-#include <string_view>
 #include <utility>
 
 #include "fovea/device.h"
 #include "fovea/tensor.h"
 #include "python/src/dlpack.h"
+#include "python/src/label.h"
 
 namespace fovea::python {
-
-/// What errors call an argument: "<operator>: <argument>", put together where one is thrown.
-struct Label {
-  std::string_view op;
-  std::string_view name;
-
-  std::string text() const { return std::string(op).append(": ").append(name); }
-};
 
 /// The text of a Python exception, which is dropped.
 std::string text_of(nanobind::python_error& error);

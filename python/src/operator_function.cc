@@ -124,7 +124,7 @@ void add_param(const Label& label, size_t number, nb::handle value, CallKey* key
     add(Tag::kWord);
     return key->add(text_view(value));
   }
-  const Json param = to_param(label.text(), value);
+  const Json param = to_param(label, value);
   switch (param.kind()) {
     case Json::Kind::kBool:
       add(Tag::kFlag);
@@ -202,7 +202,7 @@ CallOutcome OperatorFunction::plan_and_run(const nb::dict& arguments, const Call
   Json params = Json::object();
   for (const Argument& param : params_) {
     const nb::handle value = find(arguments, param.key);
-    if (!value.is_none()) params.set(param.name, to_param(op_ + ": " + param.name, value));
+    if (!value.is_none()) params.set(param.name, to_param({op_, param.name}, value));
   }
   auto record = std::make_shared<CallRecord>();
   CallOutcome outcome =

@@ -11,8 +11,9 @@ namespace nb = nanobind;
 namespace fovea::python {
 namespace {
 
-[[noreturn]] void refuse_param(const std::string& label, nb::handle value) {
-  throw Error(ErrorCode::kInvalidArgument, label + " is of type " + Py_TYPE(value.ptr())->tp_name +
+[[noreturn]] void refuse_param(const Label& label, nb::handle value) {
+  throw Error(ErrorCode::kInvalidArgument, label.text() + " is of type " +
+                                               Py_TYPE(value.ptr())->tp_name +
                                                ", expected a number, a flag or a word");
 }
 
@@ -29,7 +30,7 @@ bool reads(Read read) {
 
 }  // namespace
 
-Json to_param(const std::string& label, nb::handle value) {
+Json to_param(const Label& label, nb::handle value) {
   PyObject* object = value.ptr();
   if (PyBool_Check(object)) return Json(object == Py_True);
   if (PyUnicode_Check(object)) return Json(nb::cast<std::string>(value));
@@ -42,7 +43,7 @@ Json to_param(const std::string& label, nb::handle value) {
     int overflow = 0;
     const long long number = PyLong_AsLongLongAndOverflow(integer.ptr(), &overflow);
     if (overflow != 0) {
-      throw Error(ErrorCode::kInvalidArgument, label + " is beyond 64 bits");
+      throw Error(ErrorCode::kInvalidArgument, label.text() + " is beyond 64 bits");
     }
     return Json(static_cast<int64_t>(number));
   }
@@ -52,7 +53,7 @@ Json to_param(const std::string& label, nb::handle value) {
     refuse_param(label, value);
   }
   if (!(number - number == 0)) {
-    throw Error(ErrorCode::kInvalidArgument, label + " is not finite");
+    throw Error(ErrorCode::kInvalidArgument, label.text() + " is not finite");
   }
   return Json(number);
 }
@@ -62,7 +63,7 @@ Json to_params(const std::string& label, const nb::dict& params) {
   for (const auto& [key, value] : params) {
     if (value.is_none()) continue;
     const auto name = nb::cast<std::string>(key);
-    result.set(name, to_param(label + ": " + name, value));
+    result.set(name, to_param({label, name}, value));
   }
   return result;
 }

@@ -9,12 +9,13 @@
 #include <vector>
 
 #include "fovea/json.h"
+#include "python/src/label.h"
 
 namespace fovea::python {
 
 /// A flag, an integer, a finite number or a word; numpy's scalars count as numbers. Throws
 /// Error(kInvalidArgument) under the label for anything else.
-Json to_param(const std::string& label, nanobind::handle value);
+Json to_param(const Label& label, nanobind::handle value);
 
 /// Keyword arguments as a JSON object; None stands for absent. Throws what to_param()
 /// does, under "<label>: <name>".
