@@ -7,6 +7,8 @@
 #   info        devices and the kernel code that they run
 #   tests       every suite on the GPU
 #   verify      fovea verify --device cuda:0, golden files included
+#   python      the Python package: what a call costs, then every suite, by $PYTHON (python3), as far as torch is there;
+#               engines' own files are executed where FOVEA_PEER_SOURCES names their folder
 #   ptx         the suites again with the PTX for compute capability 8.0, compiled by the driver
 #   memcheck, initcheck, synccheck   the suites under compute-sanitizer
 #   racecheck   one case of every suite
@@ -17,8 +19,8 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")" || exit 1
 
-all_sections=(info tests verify ptx memcheck initcheck synccheck racecheck bench)
-declare -A limit=([info]=60 [tests]=400 [verify]=120 [ptx]=400 [memcheck]=550 [initcheck]=550 [synccheck]=550
+all_sections=(info tests verify python ptx memcheck initcheck synccheck racecheck bench)
+declare -A limit=([info]=60 [tests]=400 [verify]=120 [python]=300 [ptx]=400 [memcheck]=550 [initcheck]=550 [synccheck]=550
   [racecheck]=550 [bench]=500)
 for name in "${all_sections[@]}"; do
   variable=LIMIT_${name^^}
@@ -32,7 +34,7 @@ default_filter='*cuda*:*Cuda*-*Full*'
 filter=$default_filter
 
 usage() {
-  sed -n '2,17s/^# \{0,1\}//p' "$0" >&2
+  sed -n '2,18s/^# \{0,1\}//p' "$0" >&2
   exit 2
 }
 
@@ -174,6 +176,19 @@ section_info() {
 }
 section_tests() { suites "$1" 1 env; }
 section_verify() { bin/fovea verify --device cuda:0; }
+section_python() {
+  local interpreter=${PYTHON:-python3}
+  [ -d python ] || {
+    printf 'not run: the bundle was made without --python\n'
+    return 4
+  }
+  export PYTHONPATH=$PWD/python
+  "$interpreter" -c 'import fovea; print(fovea.available("sparse_mla", "cuda:0"))' || return 1
+  if "$interpreter" -c 'import torch' 2>/dev/null; then
+    "$interpreter" bench/python_call.py --device cuda:0 --calls 3000 || return 1
+  fi
+  "$interpreter" tests/support/run_unittests.py tests/python "$out/python.json"
+}
 section_ptx() {
   local line
   line=$(CUDA_FORCE_PTX_JIT=1 bin/fovea info --devices | grep '^device cuda:0')

@@ -23,6 +23,7 @@ BATCHES = {
     "draft_extend_v2": ("draft_extend_v2", [9, 7, 12]),
 }
 PREFILLS = ("extend", "extend_without_prefix", "mixed")
+DEVICE = "cpu"  # where the backend is
 CONSTRUCTION, BUILDING = "NativeSparseAttnBackend: construction", "Building a step"
 CAPTURED, MULTI = "Captured steps", "NativeSparseAttnMultiStepBackend"
 
@@ -197,11 +198,11 @@ class FieldsTest(StepCase):
                 batch = engine.batch(*entry)
                 for padded in (0, 2):
                     engine.init_forward_metadata(batch, padded=padded)
-                    cls.add(name, engine.backend.metadata(), engine.metadata(batch, padded, parts=parts))
+                    cls.add(name, engine.backend.metadata(), engine.metadata(batch, padded, parts=engine.parts))
                 if name not in PREFILLS and batch.kv_len:
                     engine.init_forward_metadata_capture_cuda_graph(len(batch.kv_len), entry[0])
                     plan = engine.init_forward_metadata_replay_cuda_graph(batch)
-                    expected = engine.metadata(batch, engine.unused_rows(batch), bound=True, parts=parts)
+                    expected = engine.metadata(batch, engine.unused_rows(batch), bound=True, parts=engine.parts)
                     cls.add(name, plan.metadata(), expected)
 
     @classmethod
@@ -303,7 +304,7 @@ class FieldsTest(StepCase):
     @rows("Dispatch", "_compute_flashmla_metadata")
     def test_split_plan_with_split_parts(self):
         with_plan = [step for step in self.steps if "split_schedule" in step[1]]
-        self.assertEqual({step[0] for step in with_plan}, set(BATCHES))
+        self.assertEqual({step[0] for step in with_plan}, set(BATCHES) if DEVICE == "cpu" else set())
         for mode, found, expected in with_plan:
             with self.subTest(mode):
                 self.assert_metadata(found, expected, ("split_schedule", "split_indptr"))
