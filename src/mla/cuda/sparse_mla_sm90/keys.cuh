@@ -163,13 +163,17 @@ struct HalfRow {
     }
   }
 
-  template <int kHalf>
-  __device__ __forceinline__ void store(const KeyThread& me, const RowLayout& layout,
-                                        Tile& tile) const {
+  // Calls after_first() when the first read has been waited for: what it asks for is not waited for
+  // before the next half, although all reads that pass a branch share one scoreboard.
+  template <int kHalf, class AfterFirst>
+  __device__ __forceinline__ void store(const KeyThread& me, const RowLayout& layout, Tile& tile,
+                                        const AfterFirst& after_first) const {
     uint8_t* const to = tile[kHalf * kHalfPanels];
     const uint32_t offset = Of::offset(me);
     if constexpr (kHeadDim > kValueDim) {
-      decode(to, offset, kHalfPanels, [&](int i) { return __uint_as_float(scales[i / 2]); });
+      decode(
+          to, offset, kHalfPanels, [&](int i) { return __uint_as_float(scales[i / 2]); },
+          after_first);
     } else {
       constexpr int kV4Panels = kHalfPanels - kHalf;
       const bool is_v4 = layout.format == RowFormat::kV4;
@@ -177,8 +181,11 @@ struct HalfRow {
       const auto byte = [&](int i) { return bytes >> (8 * i) & 0xFF; };
       // Powers of two: a few integer instructions and one product, where all of them are in range
       // and no code is NaN.
-      const bool is_exact = is_v4 && cuda::are_exact(bytes) && are_numbers(kV4Panels);
-      if (__all_sync(0xFFFFFFFF, is_exact)) {
+      const bool is_exact = cuda::are_exact(bytes) && are_numbers(kV4Panels) && is_v4;
+      const bool all_exact = __all_sync(0xFFFFFFFF, is_exact);
+      __syncwarp();
+      after_first();
+      if (all_exact) {
 #pragma unroll
         for (int i = 0; i < kV4Panels; ++i) {
           const uint32_t factor = cuda::exact_factor(byte(i));
@@ -193,8 +200,9 @@ struct HalfRow {
         }
       } else {
         const float of_row = __uint_as_float(layout.bf16_scale ? scales[0] << 16 : scales[0]);
-        decode(to, offset, is_v4 ? kV4Panels : kHalfPanels,
-               [&](int i) { return is_v4 ? v4_scale_value(byte(i)) : of_row; });
+        decode(
+            to, offset, is_v4 ? kV4Panels : kHalfPanels,
+            [&](int i) { return is_v4 ? v4_scale_value(byte(i)) : of_row; }, [] {});
       }
       if constexpr (kHalf == 1) {
         if (is_v4) store_rope(to + kV4Panels * kPanelBytes, offset);
@@ -215,9 +223,9 @@ struct HalfRow {
     return (bits & cuda::kNanBits) == 0;
   }
 
-  template <class Scale>
+  template <class Scale, class AfterFirst>
   __device__ __forceinline__ void decode(uint8_t* to, uint32_t offset, int num_panels,
-                                         const Scale& scale) const {
+                                         const Scale& scale, const AfterFirst& after_first) const {
 #pragma unroll
     for (int i = 0; i < kHalfPanels; ++i) {
       if (i >= num_panels) continue;
@@ -226,8 +234,10 @@ struct HalfRow {
         store_piece(to + i * kPanelBytes, offset ^ n << 4,
                     latent::decode8(panels[i].piece(n), scale(i)));
       }
-      // All panels beside each other would need more registers than there are.
-      if (i == 1) __syncwarp();
+      // Reads stay behind this, and not all panels are beside each other, which would need more
+      // registers than there are.
+      if (i < 2) __syncwarp();
+      if (i == 0) after_first();
     }
   }
 
@@ -382,15 +392,17 @@ class PlaceFinder {
   __device__ __forceinline__ RowPlace next(int tile) {
     const int turn = (tile - begin_) / kTurnTiles, i = (tile - begin_) % kTurnTiles;
     if (i == 0 && turn > 0) here_ = ahead_;
-    if (i == kTurnTiles / 2) {
-      const int first = begin_ + (turn + 1) * kTurnTiles;
-      ahead_ = find(first, after_);
-      after_ = ask(first + kTurnTiles);
-    }
+    if (i == kTurnTiles / 2) ahead_ = find(begin_ + (turn + 1) * kTurnTiles, after_);
     const uint32_t from = i * kWarpKeys + me.key();
     RowPlace place{__shfl_sync(0xFFFFFFFF, here_.row, from), 0};
     if (kHeadDim == kValueDim) place.scale = __shfl_sync(0xFFFFFFFF, here_.scale, from);
     return place;
+  }
+
+  // Behind next(tile), where a read may be asked for: what the next search takes.
+  __device__ __forceinline__ void ask_ahead(int tile) {
+    const int turn = (tile - begin_) / kTurnTiles, i = (tile - begin_) % kTurnTiles;
+    if (i == kTurnTiles / 2) after_ = ask(begin_ + (turn + 2) * kTurnTiles);
   }
 
  private:
@@ -432,34 +444,29 @@ __device__ __forceinline__ void bring_keys(const Params& params, const ListedKey
   PlaceFinder<kHeadDim> finder(me, params, keys, begin, end);
   HalfRow<kHeadDim, kBlocks> left, right;
   RopeRow rope;
-  // Of key l % kWarpKeys of the tile in hand, and of the lane's row of the next one.
-  uint32_t place;
-  RowPlace own;
-  const auto find_own = [&](const RowPlaces& places, const RowPlace& found) {
+  RowPlace place;  // of key l % kWarpKeys of the tile in hand
+  // Of the lane's row.
+  const auto own = [&](const RowPlaces& places, const RowPlace& found) {
     const uint32_t row = Share<kBlocks>::row(me);
-    own.row = __shfl_sync(0xFFFFFFFF, found.row, row);
-    if (kHeadDim == kValueDim) own.scale = __shfl_sync(0xFFFFFFFF, found.scale, row);
-    if (!places.is_packed) own.row = kNoPlace;
+    RowPlace result{__shfl_sync(0xFFFFFFFF, found.row, row), 0};
+    if (kHeadDim == kValueDim) result.scale = __shfl_sync(0xFFFFFFFF, found.scale, row);
+    if (!places.is_packed) result.row = kNoPlace;
+    return result;
   };
   const auto ask_right = [&](int segment) {
     const RowLayout& layout = params.layouts[segment];
     const RowPlaces& places = params.places[segment];
     const uint8_t* const base = params.segments[segment].base;
-    right.template ask<1>(me, layout, places, base, own);
-    if (kHasRest) rope.ask(me, layout.format, base, places.is_packed ? place : kNoPlace);
+    right.template ask<1>(me, layout, places, base, own(places, place));
+    if (kHasRest) rope.ask(me, layout.format, base, place.row);
   };
-  const auto ask_left = [&](int segment) {
-    left.template ask<0>(me, params.layouts[segment], params.places[segment],
-                         params.segments[segment].base, own);
+  const auto ask_left = [&](int segment, const RowPlace& found) {
+    const RowPlaces& places = params.places[segment];
+    left.template ask<0>(me, params.layouts[segment], places, params.segments[segment].base,
+                         own(places, found));
   };
-  {
-    const int segment = segment_of(begin);
-    const RowPlace found = finder.next(begin);
-    place = found.row;
-    find_own(params.places[segment], found);
-    ask_left(segment);
-    ask_right(segment);
-  }
+  place = finder.next(begin);
+  ask_left(segment_of(begin), place);
 #pragma unroll 1
   for (int i = begin; i < end; ++i) {
     const int stage = (i - begin) % kStages, use = (i - begin) / kStages;
@@ -472,41 +479,44 @@ __device__ __forceinline__ void bring_keys(const Params& params, const ListedKey
     const bool is_packed = params.places[segment].is_packed;
     wait_free(shared.left_free[stage]);
     if (is_packed) {
-      left.template store<0>(me, layout, tile);
+      left.template store<0>(me, layout, tile, [&] { ask_right(segment); });
     } else if (layout.aligned) {
       const uint8_t* const base = params.segments[segment].base;
       constexpr int kOwn = kWarpKeys / kBlocks;
       const uint32_t first = first_own_key<kBlocks>();
-      copy_panels<kOwn>(me, base, place, first, 0, kHalfPanels, tile);
+      copy_panels<kOwn>(me, base, place.row, first, 0, kHalfPanels, tile);
       cuda::commit_copies();
       wait_free(shared.right_free[stage]);
-      copy_panels<kOwn>(me, base, place, first, kHalfPanels, 2 * kHalfPanels, tile);
-      if (kHasRest) copy_panels<kWarpKeys>(me, base, place, 0, kRestPanel, kRestPanel + 1, tile);
+      copy_panels<kOwn>(me, base, place.row, first, kHalfPanels, 2 * kHalfPanels, tile);
+      if (kHasRest)
+        copy_panels<kWarpKeys>(me, base, place.row, 0, kRestPanel, kRestPanel + 1, tile);
       cuda::commit_copies();
       cuda::wait_copies<1>();
     } else {
       wait_free(shared.right_free[stage]);
-      place = store_unaligned<kHeadDim, kBlocks>(me, layout, keys, i, tile);
+      place.row = store_unaligned<kHeadDim, kBlocks>(me, layout, keys, i, tile);
     }
     arrive_full<kBlocks>(me, tile, 0, shared.left_full[stage]);
     // The registers of the left half are free for the search.
     RowPlace found;
     const int next = i + 1 < end ? segment_of(i + 1) : segment;
     if (i + 1 < end) found = finder.next(i + 1);
-    find_own(params.places[next], found);
-    ask_left(next);
-    const uint32_t present = __ballot_sync(0xFFFFFFFF, place != kNoPlace);
+    const auto ask_next = [&] {
+      ask_left(next, found);
+      finder.ask_ahead(i + 1);
+    };
+    const uint32_t present = __ballot_sync(0xFFFFFFFF, place.row != kNoPlace);
     if (is_packed) {
       wait_free(shared.right_free[stage]);
       if (kHasRest) rope.store(me, layout.format, tile);
-      right.template store<1>(me, layout, tile);
+      right.template store<1>(me, layout, tile, [&] { ask_next(); });
     } else {
+      ask_next();
       cuda::wait_for_copies();
     }
     if (me.lane() == 0) shared.present[stage][me.warp()] = static_cast<uint8_t>(present);
     arrive_full<kBlocks>(me, tile, kHalfPanels, shared.right_full[stage]);
-    place = found.row;
-    ask_right(next);
+    place = found;
   }
 }
 
