@@ -6,7 +6,7 @@
 
 namespace fovea::internal::index_sm90 {
 
-alignas(1024) thread_local uint8_t memory[128 << 10];  // shared memory of the block that runs
+alignas(1024) thread_local uint8_t memory[256 << 10];  // shared memory of the block that runs
 
 }  // namespace fovea::internal::index_sm90
 

@@ -178,6 +178,26 @@ TEST_F(IndexLogitsSm90Model, KeysOfLostPagesAreMinusInfinity) {
   }
 }
 
+// A share of more tiles than a warp has lanes for their pages.
+TEST_F(IndexLogitsSm90Model, LongSharesFindTheirPages) {
+  constexpr int64_t kKeys = 4500;
+  const LogitsCase c(74, 2, 64, 128, kKeys);
+  const std::vector<Row> rows(2, {0, kKeys});
+  const std::vector<int64_t> lost = {1, 33, 34, 69};
+  const Tensor logits = paged(c, rows, kKeys, 64, 1, 0, lost);
+  for (int64_t t = 0; t < 2; ++t) {
+    for (int64_t j = t; j < kKeys; j += 31) {
+      const float actual = logits.data<float>()[t * kKeys + j];
+      if (std::find(lost.begin(), lost.end(), j / 64) != lost.end()) {
+        ASSERT_EQ(actual, -std::numeric_limits<float>::infinity()) << t << " " << j;
+      } else {
+        const LogitsCase::Expected expected = c.expect(t, j);
+        ASSERT_LE(std::fabs(actual - expected.logit), expected.bound) << t << " " << j;
+      }
+    }
+  }
+}
+
 TEST_F(IndexLogitsSm90Model, NarrowKeysAndAnyAddressesFollowTheFormula) {
   const std::vector<Row> rows = {{1, 80}, {0, 81}};
   for (const int64_t dim : {1, 37, 100}) {

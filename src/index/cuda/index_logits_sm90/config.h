@@ -6,16 +6,16 @@
 // rows for each of `groups` warpgroups, which read the same keys.
 //
 //   rows x groups            1 x 1   2 x 1    4 x 1    4 x 2
-//   sums of products            32      64      128      128   registers of a thread
-//   head weights                 -       -       64       64   (the others read shared memory)
-//   all, at most                80     128      255      255
-//   blocks an SM                 6       4        2        1
+//   sums of products            32     128      128      128   registers of a thread
+//   head weights                 -      32       64       64   (one row: shared memory)
+//   all, at most                80     255      255      255
+//   blocks an SM                 6       2        2        1
 //   queries                  8,192  16,384   32,768   65,536   bytes of shared memory
-//   tiles of keys           24,576  32,768   32,768   65,536   3 or 4 of 8,192 a warpgroup
-//   scales, weights, rest    1,600   2,200    2,700    4,600
+//   tiles of keys           24,576  65,536   32,768   65,536   of 8,192
+//   scales, weights, rest    1,600   3,400    2,900    4,900
 //
-// Few rows are limited by memory: blocks are there to have keys under way. Many rows are limited by
-// tensor cores and what weighs their products.
+// One row is limited by memory: blocks are there to have keys under way. More rows are limited by
+// instructions and by power: their products are always under way.
 namespace fovea::internal::index_sm90 {
 
 inline constexpr int kHeads = 64;
@@ -32,10 +32,13 @@ struct Config {
   static constexpr int kGroups = kGroups_;
   static constexpr int kBlockRows = kRows * kGroups;
   static constexpr int kThreads = kGroups * kGroupThreads;
-  static constexpr int kBlocksPerSm = kRows == 1 ? 6 : kRows == 2 ? 4 : kGroups == 1 ? 2 : 1;
-  // Tiles of keys of a warpgroup: one in use, the others under way.
-  static constexpr int kStages = kRows == 1 ? 3 : 4;
-  // Rows whose products are one series: two series, one after the other, where there are four rows.
+  static constexpr int kBlocksPerSm = kRows == 1 ? 6 : kGroups == 1 ? 2 : 1;
+  static constexpr int kTiles = kRows == 1 ? 1 : kRows == 2 ? 4 : 2;  // of a turn
+  // Tiles in shared memory, and how many are brought before they are needed.
+  static constexpr int kStages = kRows == 1 ? 3 : kRows == 2 ? 8 : kGroups == 1 ? 4 : 8;
+  static constexpr int kAhead = kGroups == 1 ? kStages - kTiles : 2 * kTiles;
+  static_assert(kAhead % kTiles == 0 && kStages % kTiles == 0);
+  // Rows whose products are one series, and the series of a tile.
   static constexpr int kSeriesRows = kRows == 1 ? 1 : 2;
   static constexpr int kSeries = kRows / kSeriesRows;
 };

@@ -4,6 +4,7 @@
 
 #include "src/core/cuda/arithmetic.cuh"
 #include "src/core/cuda/async_copy.cuh"
+#include "src/core/cuda/mbarrier.cuh"
 #include "src/core/cuda/scan.cuh"
 #include "src/core/cuda/vector_io.cuh"
 #include "src/core/cuda/wgmma.cuh"
@@ -14,13 +15,19 @@
 // has 16 heads of two keys for a row: relu, weights and the sum over heads happen where the
 // products are, and four lanes add up what they have.
 //
-// All warpgroups of a block do the same with rows and keys of their own:
+// A warpgroup goes by turns of tiles of keys. A part of a turn is one series of products: of a tile
+// and two rows (or one). There are sums of two parts, so that one is multiplied while the other is
+// weighed:
 //
-//   memory   the keys after the next ones, into the place of the last ones
-//   4 rows   products of rows 0, 1 | of rows 2, 3  |
-//   threads                        | weigh 0, 1    | weigh 2, 3
+//   memory          the keys of the turns behind
+//   tensor cores    part 0 | part 1 | part 2 | part 3 |
+//   threads                | weigh 0| weigh 1| weigh 2| weigh 3
 //
-// While a warpgroup weighs, others of the multiprocessor multiply. A warp brings 16 of the 64 keys.
+// Between turns nothing is under way: the compiler keeps no products across the end of a loop.
+// Others of the multiprocessor multiply then. With one row memory decides, a turn is one part.
+//
+// A warp brings 16 of the 64 keys of a tile. Two warpgroups with rows of their own share the keys:
+// a warp brings 8, and neither may be more than a turn ahead of the other.
 //
 // Work is counted in tiles: 64 keys of a run, which are neighbouring rows of a group that read the
 // same keys. Every block counts all tiles and takes an even share of them, wherever it begins.
@@ -38,6 +45,7 @@ struct Params : index_rows::Inputs {
   int32_t group_rows = 1;  // rows of a block
   int64_t num_groups = 0;
   int64_t num_blocks = 0;
+  double share = 0;  // of a block: 1 / num_blocks
 };
 
 // What is left to do for a warpgroup: tiles of the run that begins with row `first` of group
@@ -53,13 +61,15 @@ struct Share {
 template <class Shape>
 struct SharedMemory {
   uint8_t queries[Shape::kBlockRows][kQueryBytes];
-  uint8_t tiles[Shape::kGroups][Shape::kStages][kTileBytes];  // of 64 keys
-  float scales[Shape::kGroups][Shape::kStages][kKeys];
-  uint8_t is_held[Shape::kGroups][Shape::kStages][kKeys];
+  uint8_t tiles[Shape::kStages][kTileBytes];  // of 64 keys
+  float scales[Shape::kStages][kKeys];
+  uint8_t is_held[Shape::kStages][kKeys];
   float4 weights[Shape::kBlockRows][4][4];  // see load_weights
   int64_t sums[cuda::kWarpThreads + 1];
   // Here and not in the registers of threads that have none to spare.
   Share shares[Shape::kGroups];
+  // Two warpgroups: the keys of a turn, for every fourth.
+  cuda::Mbarrier is_there[Shape::kStages / Shape::kTiles];
 };
 
 // Neighbouring rows of a group whose windows meet, and empty ones between them.
@@ -108,11 +118,9 @@ __device__ Run find_run(const Params& params, int64_t group, int first) {
 // Finds the shares of the block; every thread calls it.
 template <bool kPaged, class Shape>
 __device__ __forceinline__ void find_share(const Params& params, SharedMemory<Shape>& shared) {
-  const int64_t each = (params.num_groups + Shape::kThreads - 1) / Shape::kThreads;
-  const int64_t first = index_rows::clamp(threadIdx.x * each, 0, params.num_groups);
-  const int64_t last = index_rows::clamp(first + each, 0, params.num_groups);
   const auto tiles_of = [&](int64_t group) {
     int64_t tiles = 0;
+#pragma unroll 1
     for (int row = 0; row < rows_of(params, group);) {
       const Run run = find_run<kPaged, Shape>(params, group, row);
       tiles += run.num_tiles();
@@ -120,19 +128,35 @@ __device__ __forceinline__ void find_share(const Params& params, SharedMemory<Sh
     }
     return tiles;
   };
-  int64_t own = 0;
-  for (int64_t group = first; group < last; ++group) own += tiles_of(group);
-  int64_t total;
-  const int64_t upto = cuda::block_inclusive_sum(own, shared.sums, &total);
-  const int64_t begin = total * blockIdx.x / params.num_blocks;
-  const int64_t end = total * (int64_t{blockIdx.x} + 1) / params.num_blocks;
+  int64_t first = 0, own, upto, total;
+  if (params.num_groups == 1) {
+    own = upto = total = tiles_of(0);
+  } else {
+    const int64_t each = (params.num_groups + Shape::kThreads - 1) / Shape::kThreads;
+    first = index_rows::clamp(threadIdx.x * each, 0, params.num_groups);
+    const int64_t last = index_rows::clamp(first + each, 0, params.num_groups);
+    own = 0;
+#pragma unroll 1
+    for (int64_t group = first; group < last; ++group) own += tiles_of(group);
+    upto = cuda::block_inclusive_sum(own, shared.sums, &total);
+  }
+  // Blocks agree on where a share ends and the next begins, which need not be exact.
+  const auto begin_of = [&](int64_t block) {
+    return block == params.num_blocks
+               ? total
+               : static_cast<int64_t>(static_cast<double>(total) *
+                                      (static_cast<double>(block) * params.share));
+  };
+  const int64_t begin = begin_of(blockIdx.x), end = begin_of(int64_t{blockIdx.x} + 1);
   if (begin >= end) {
     if (threadIdx.x < Shape::kGroups) shared.shares[threadIdx.x].num_tiles = 0;
   } else if (upto - own <= begin && begin < upto) {
     Share share{first, begin - (upto - own), end - begin, 0};
-    for (int64_t tiles = tiles_of(first); share.tile >= tiles; tiles = tiles_of(share.group)) {
+#pragma unroll 1
+    for (; share.group + 1 < params.num_groups; ++share.group) {
+      const int64_t tiles = tiles_of(share.group);
+      if (share.tile < tiles) break;
       share.tile -= tiles;
-      ++share.group;
     }
     for (int i = 0; i < Shape::kGroups; ++i) shared.shares[i] = share;
   }
@@ -159,100 +183,127 @@ struct Stage {
   uint8_t* is_held;
 };
 
-// Brings the 16 keys of the warp from position to position, 64 a step, to shared memory: those up
-// to `end`, and in place of others zeros or nothing.
-template <bool kPaged, bool kWide>
+// Brings the keys of the warp from position to position, 64 a step, to shared memory: those up to
+// `end`, and in place of others zeros or anything.
+template <bool kPaged, bool kWide, int kWarpKeys>
 struct KeyReader;
 
 // Codes at multiples of 16 bytes, keys side by side; those of the warp lie in one page, of a power
 // of two of keys. A copy of the warp takes 4 keys: `piece` of 16 bytes of key `key`.
-template <bool kPaged>
-struct KeyReader<kPaged, true> {
+template <bool kPaged, int kWarpKeys>
+struct KeyReader<kPaged, true, kWarpKeys> {
+  static constexpr int kTurn = 32;  // tiles whose pages the lanes of a warp have
   const Params& params;
   uint32_t position;  // of the tile that is fetched next; may go past `end`
   uint32_t end;
   int32_t request;
-  uint32_t page;  // as the table has it, of that tile
   int warp_key;
-  int offset[2];         // of keys 0..3 and 4..7 in a tile; two more are 8 rows below
-  const uint8_t* codes;  // ragged: of that tile
+  int offset[2];  // of keys 0..3 and 4..7 in a tile; two more are 8 rows below
+  // Ragged: of the tile that is fetched next.
+  const uint8_t* codes;
   const float* scale;
+  // Paged. The lane's tile is one of kTurn, of which `tile` is fetched next: where its codes are,
+  // null where it has no page, and what the page table has for its tile kTurn later.
+  int tile;
+  uint64_t codes_of_lane;
+  uint32_t next_page;
+  uint32_t held;  // bit b: the tile b + 1 before the next has a page
 
   __device__ KeyReader(const Params& all, const Run& run, uint32_t first_key, uint32_t end_key)
-      : params(all), end(end_key), request(run.keys.request), page(0) {
+      : params(all), end(end_key), request(run.keys.request), tile(0), held(0) {
     const int lane = threadIdx.x % 32, key = lane / 8, piece = lane % 8;
-    warp_key = threadIdx.x % kGroupThreads / 32 * 16;
+    warp_key = threadIdx.x / 32 * kWarpKeys;
     position = first_key + warp_key;
     offset[0] = cuda::panel_offset(warp_key + key, piece);
     offset[1] = cuda::panel_offset(warp_key + key + 4, piece);
     cuda::hold(offset[0]);
     cuda::hold(offset[1]);
-    codes = nullptr;
-    scale = nullptr;
-    if constexpr (!kPaged) {
+    if constexpr (kPaged) {
+      find_pages(position);
+    } else {
       codes = params.k_fp8.data + int64_t{position} * kDim + 16 * lane;
-      scale = params.k_scale + position + lane % 16;
+      scale = params.k_scale + position + lane % kWarpKeys;
     }
-    find_page();
   }
 
-  __device__ bool has_page() const {
-    return position < end && position >> params.page_shift < params.page_table.shape[1];
+  __device__ bool has_page(uint32_t at) const {
+    return at < end && at >> params.page_shift < params.page_table.shape[1];
   }
-  // Starts to read the page of the tile.
-  __device__ void find_page() {
-    if constexpr (kPaged) {
-      cuda::load_ahead(page, has_page()
-                                 ? params.page_table.row(request) + (position >> params.page_shift)
-                                 : params.row_to_request);
+  __device__ uint32_t in_page(uint32_t at) const { return at & ((1u << params.page_shift) - 1); }
+  // Starts to read the pages of the tiles from that at `first` on, one a lane.
+  __device__ void find_pages(uint32_t first) {
+    const uint32_t at = first + threadIdx.x % 32 * kKeys;
+    cuda::load_ahead(next_page, has_page(at)
+                                    ? params.page_table.row(request) + (at >> params.page_shift)
+                                    : params.row_to_request);
+  }
+  __device__ void take_pages() {
+    const uint32_t at = position + threadIdx.x % 32 * kKeys;
+    const auto id = static_cast<int32_t>(next_page);
+    codes_of_lane = 0;
+    if (has_page(at) && params.pages.holds(id)) {
+      codes_of_lane = reinterpret_cast<uint64_t>(
+          params.pages.data + id * params.pages.page_stride_bytes + in_page(at) * kDim);
     }
+    find_pages(position + kTurn * kKeys);
   }
-  // Starts to copy the tile, and goes to the next.
-  __device__ void fetch(const Stage& stage) {
+
+  __device__ void copy(const Stage& stage, int32_t count) const {
     const int lane = threadIdx.x % 32;
-    int32_t count = static_cast<int32_t>(end - position);  // of keys that are left; may be negative
+    const bool all = count >= kWarpKeys;
+#pragma unroll
+    for (int i = 0; i < kWarpKeys / 4; ++i) {
+      cuda::copy_async<16>(stage.codes + offset[i % 2] + i / 2 * 8 * cuda::kPanelRowBytes,
+                           codes + i * 512, all || 4 * i + lane / 8 < count);
+    }
+    if (lane < kWarpKeys) {
+      cuda::copy_async<4>(stage.scales + warp_key + lane, scale, all || lane < count);
+    }
+  }
+
+  // Starts to copy the tile, and goes to the next. `first`: the number of the tile may be a
+  // multiple of kTurn.
+  __device__ void fetch(const Stage& stage, bool first) {
+    const int lane = threadIdx.x % 32;
     if constexpr (kPaged) {
-      const auto id = static_cast<int32_t>(page);
-      const bool is_held = has_page() && params.pages.holds(id);
-      if (!is_held) count = 0;
-      const uint32_t in_page = position & ((1u << params.page_shift) - 1);
-      const uint8_t* const from =
-          params.pages.data + (is_held ? id : 0) * params.pages.page_stride_bytes;
-      codes = from + in_page * kDim + 16 * lane;
-      scale =
-          reinterpret_cast<const float*>(from + (kDim << params.page_shift)) + in_page + lane % 16;
-      if (lane == 0) stage.is_held[warp_key / 16] = is_held ? 1 : 0;
-    }
-    if (count >= 16) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        cuda::copy_async<16>(stage.codes + offset[i % 2] + i / 2 * 8 * cuda::kPanelRowBytes,
-                             codes + i * 512, true);
+      if (first && tile == 0) take_pages();
+      const uint64_t from = __shfl_sync(0xFFFFFFFF, codes_of_lane, tile);
+      tile = (tile + 1) % kTurn;
+      const bool is_held = from != 0;
+      held = held << 1 | (is_held ? 1 : 0);
+      if (kWarpKeys < 16 && lane == 0) stage.is_held[warp_key / kWarpKeys] = is_held ? 1 : 0;
+      // Keys of the page past the last one are read as well.
+      if (is_held) {
+        codes = reinterpret_cast<const uint8_t*>(from) + 16 * lane;
+        scale = reinterpret_cast<const float*>(reinterpret_cast<const uint8_t*>(from) +
+                                               (kDim << params.page_shift) -
+                                               in_page(position) * (kDim - 4)) +
+                lane % kWarpKeys;
+        copy(stage, kWarpKeys);
       }
-      if (lane < 16) cuda::copy_async<4>(stage.scales + warp_key + lane, scale, true);
     } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        cuda::copy_async<16>(stage.codes + offset[i % 2] + i / 2 * 8 * cuda::kPanelRowBytes,
-                             codes + i * 512, 4 * i + lane / 8 < count);
+      const auto count = static_cast<int32_t>(end - position);  // may be negative
+      if (count >= kWarpKeys) {
+        copy(stage, kWarpKeys);
+      } else {
+        copy(stage, count);
       }
-      if (lane < 16) cuda::copy_async<4>(stage.scales + warp_key + lane, scale, lane < count);
-    }
-    if constexpr (!kPaged) {
       codes += kKeys * kDim;
       scale += kKeys;
     }
     position += kKeys;
-    find_page();
   }
-  __device__ static bool is_held(const Stage& stage, int key) {
-    return !kPaged || stage.is_held[key / 16] != 0;
+  // Of the tile that was fetched `back` before the last one.
+  __device__ bool is_held(const Stage& stage, int key, int back) const {
+    if constexpr (!kPaged) return true;
+    if constexpr (kWarpKeys < 16) return stage.is_held[key / kWarpKeys] != 0;
+    return (held >> back & 1) != 0;
   }
 };
 
 // Any addresses and pages, and keys of fewer channels.
-template <bool kPaged>
-struct KeyReader<kPaged, false> {
+template <bool kPaged, int kWarpKeys>
+struct KeyReader<kPaged, false, kWarpKeys> {
   const Params& params;
   uint32_t position;
   uint32_t end;
@@ -264,7 +315,7 @@ struct KeyReader<kPaged, false> {
         end(end_key),
         request(run.keys.request) {}
 
-  __device__ void fetch(const Stage& stage) {
+  __device__ void fetch(const Stage& stage, bool) {
     const int key = threadIdx.x % kGroupThreads / 2;
     bool present = position < end;
     const uint8_t *codes = nullptr, *scale = nullptr;
@@ -293,7 +344,9 @@ struct KeyReader<kPaged, false> {
     }
     position += kKeys;
   }
-  __device__ static bool is_held(const Stage& stage, int key) { return stage.is_held[key] != 0; }
+  __device__ static bool is_held(const Stage& stage, int key, int) {
+    return stage.is_held[key] != 0;
+  }
 };
 
 template <int kN>
@@ -319,13 +372,19 @@ struct WeightsInMemory {
   const float4* first;
   __device__ float4 operator()(int r, int k) const { return first[16 * r + 4 * k]; }
 };
+template <int kRows>
 struct WeightsInRegisters {
-  float4 x[2][4];
-  __device__ WeightsInRegisters(const WeightsInMemory& from, int first_row) {
+  float4 x[kRows][4];
+  __device__ explicit WeightsInRegisters(const WeightsInMemory& from) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i / 4][i % 4] = from(first_row + i / 4, i % 4);
+    for (int i = 0; i < 4 * kRows; ++i) x[i / 4][i % 4] = from(i / 4, i % 4);
   }
-  __device__ float4 operator()(int r, int k) const { return x[r][k]; }
+  struct Series {
+    const WeightsInRegisters& all;
+    int first_row;
+    __device__ float4 operator()(int r, int k) const { return all.x[first_row + r][k]; }
+  };
+  __device__ Series of(int first_row) const { return {*this, first_row}; }
 };
 
 // Weighs the products of a series and adds up heads; writes the logit of key `at`.
@@ -391,7 +450,6 @@ struct OwnRows {
 // Queries to shared memory; zeros where there are none.
 template <bool kPaged, bool kWide, class Shape>
 __device__ __forceinline__ void load_queries(const OwnRows<kPaged, Shape>& own, uint8_t* queries) {
-  constexpr int kBytes = kWide ? 16 : 1;
   const Params& params = own.params;
   const int lane = threadIdx.x % kGroupThreads;
 #pragma unroll 1
@@ -400,12 +458,16 @@ __device__ __forceinline__ void load_queries(const OwnRows<kPaged, Shape>& own, 
 #pragma unroll
     for (int i = 0; i < kHeads * kDim / 16; i += kGroupThreads) {
       const int head = (i + lane) / 8, piece = (i + lane) % 8;
-      uint4 codes = make_uint4(0, 0, 0, 0);
-      if (present && head < params.num_heads) {
-        codes = index_rows::load_codes<kBytes>(params.q_fp8.row(own.row(r), head), 16 * piece,
-                                               params.head_dim);
+      uint8_t* const to = queries + cuda::panel_offset(kHeads * r + head, piece);
+      const bool is_head = present && head < params.num_heads;
+      const uint8_t* const from = params.q_fp8.row(own.row(r), head);
+      if constexpr (kWide) {
+        cuda::copy_async<16>(to, from + 16 * piece, is_head);
+      } else {
+        uint4 codes = make_uint4(0, 0, 0, 0);
+        if (is_head) codes = index_rows::load_codes<1>(from, 16 * piece, params.head_dim);
+        *reinterpret_cast<uint4*>(to) = codes;
       }
-      *reinterpret_cast<uint4*>(queries + cuda::panel_offset(kHeads * r + head, piece)) = codes;
     }
   }
 }
@@ -420,16 +482,20 @@ __device__ __forceinline__ void load_weights(const OwnRows<kPaged, Shape>& own,
     const int r = at / kHeads, k = at / 16 % 4, lane = at / 4 % 4, i = at % 4;
     const int head = 16 * k + i / 2 * 8 + 2 * lane + i % 2;
     const bool present = head < own.params.num_heads && !own.window(r).is_empty();
-    reinterpret_cast<float*>(weights)[at] =
-        present ? own.params.head_weight(own.row(r), head) : 0.0f;
+    cuda::copy_async<4>(reinterpret_cast<float*>(weights) + at,
+                        own.params.head_weight.row(own.row(r)) + head, present);
   }
 }
 
+// Keys from `end` on are those of another share.
 template <bool kPaged, class Shape>
-__device__ __forceinline__ Target find_target(const OwnRows<kPaged, Shape>& own, int series) {
+__device__ __forceinline__ Target find_target(const OwnRows<kPaged, Shape>& own, int series,
+                                              uint32_t end) {
   const int lane = lane_of_four();
   const int r = Shape::kRows == 1 ? 0 : 2 * series + lane % 2;
-  const Window window = own.window(r);
+  Window window = own.window(r);
+  const auto last = static_cast<int32_t>(end);
+  if (window.end > last) window.end = window.begin < last ? last : window.begin;
   const bool writes = Shape::kRows > 1 || lane % 2 == 0;
   const auto& logits = own.params.logits;
   return {logits.data + own.row(r) * logits.stride[0], static_cast<uint32_t>(window.begin),
@@ -440,93 +506,142 @@ __device__ __forceinline__ Target find_target(const OwnRows<kPaged, Shape>& own,
 template <int kWarpgroup, bool kPaged, bool kWide, class Shape>
 __device__ __forceinline__ void score_run(const Params& params, const Run& run, int64_t group,
                                           int64_t first_tile, int64_t num_tiles,
-                                          SharedMemory<Shape>& shared) {
+                                          SharedMemory<Shape>& shared, uint32_t& turn) {
   constexpr int kRows = Shape::kRows;
   const OwnRows<kPaged, Shape> own{params, run, group * params.group_rows, kWarpgroup * kRows};
-  if (!own.any()) return;
-  uint8_t* const queries = shared.queries[kWarpgroup * kRows];
-  load_queries<kPaged, kWide, Shape>(own, queries);
-  load_weights<kPaged, Shape>(own, &shared.weights[kWarpgroup * kRows]);
-  Target targets[Shape::kSeries];
-#pragma unroll
-  for (int i = 0; i < Shape::kSeries; ++i) {
-    targets[i] = find_target<kPaged, Shape>(own, i);
-    cuda::hold(targets[i].logits);
-    cuda::hold(targets[i].begin);
-    cuda::hold(targets[i].count);
+  if constexpr (Shape::kGroups == 1) {
+    if (!own.any()) return;
+  } else {
+    // Both bring keys, whoever has rows. The places of the last ones are free.
+    cuda::sync_some(3, 2 * kGroupThreads);
   }
-  cuda::shared_stores_before_wgmma();
-  sync_warpgroup(kWarpgroup);
-
-  const WeightsInMemory weights{&shared.weights[kWarpgroup * kRows][0][lane_of_four()]};
   // The last keys are those of the share.
   const int64_t end_key = run.keys.begin + (first_tile + num_tiles) * kKeys;
   const auto tiles = static_cast<int>(num_tiles);
   const auto first_key = static_cast<uint32_t>(run.keys.begin + first_tile * kKeys);
-  KeyReader<kPaged, kWide> reader(
+  KeyReader<kPaged, kWide, kKeys / (4 * Shape::kGroups)> reader(
       params, run, first_key,
       static_cast<uint32_t>(end_key < run.keys.end ? end_key : run.keys.end));
+  uint8_t* const queries = shared.queries[kWarpgroup * kRows];
+  load_queries<kPaged, kWide, Shape>(own, queries);
+  load_weights<kPaged, Shape>(own, &shared.weights[kWarpgroup * kRows]);
   const PanelMatrix matrix = cuda::panel_matrix(queries, kRows * kQueryBytes);
   const auto stage_of = [&](int i) {
-    const int stage = i % Shape::kStages;
-    return Stage{shared.tiles[kWarpgroup][stage], shared.scales[kWarpgroup][stage],
-                 shared.is_held[kWarpgroup][stage]};
+    const int stage = (turn * Shape::kTiles + i) % Shape::kStages;
+    return Stage{shared.tiles[stage], shared.scales[stage], shared.is_held[stage]};
   };
-  const auto fetch = [&](int i) {
-    reader.fetch(stage_of(i));
+  const auto fetch = [&](int i, bool first) {
+    reader.fetch(stage_of(i), first);
     cuda::commit_copies();
   };
-  for (int i = 0; i < Shape::kStages - 1; ++i) fetch(i);
-  // The keys of tile i are there, and all warps are done with tile i - 1.
-  const auto wait_for = [&] {
-    cuda::wait_copies<Shape::kStages - 2>();
+  // Queries and weights are of the first group of copies.
+#pragma unroll 1
+  for (int i = 0; i < Shape::kAhead; ++i) fetch(i, true);
+  Target targets[Shape::kSeries];
+#pragma unroll
+  for (int i = 0; i < Shape::kSeries; ++i) {
+    targets[i] = find_target<kPaged, Shape>(own, i, reader.end);
+    cuda::hold(targets[i].logits);
+    cuda::hold(targets[i].begin);
+    cuda::hold(targets[i].count);
+  }
+  int scored_key = key_of_thread() + 8 * (lane_of_four() / 2);
+  cuda::hold(scored_key);
+  const WeightsInMemory weights{&shared.weights[kWarpgroup * kRows][0][lane_of_four()]};
+
+  // Of one warpgroup: the keys of the next turn are there, and all warps are done with those of the
+  // last.
+  const auto wait_for_turn = [&] {
+    cuda::wait_copies<Shape::kStages - 2 * Shape::kTiles>();
     cuda::shared_stores_before_wgmma();
     sync_warpgroup(kWarpgroup);
   };
-  int scored_key = key_of_thread() + 8 * (lane_of_four() / 2);
-  cuda::hold(scored_key);
-  if constexpr (Shape::kSeries == 1) {
+  // Of two: says that the warp's keys of turn `of` are there, and waits for those of all warps. Who
+  // has said so for a turn is done with the products two turns before it.
+  constexpr int kTurns = Shape::kStages / Shape::kTiles;
+  const auto arrive = [&](int of) {
+    cuda::shared_stores_before_wgmma();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) cuda::mbarrier_arrive(shared.is_there[(turn + of) % kTurns]);
+  };
+  const auto wait_for_both = [&](int of) {
+    cuda::mbarrier_wait(shared.is_there[(turn + of) % kTurns], (turn + of) / kTurns);
+  };
+
+  if constexpr (Shape::kTiles == 1) {
     WgmmaSums<64 * kRows> sums = {};
 #pragma unroll 1
     for (int i = 0; i < tiles; ++i) {
       const Stage stage = stage_of(i);
-      wait_for();
+      wait_for_turn();
       multiply(cuda::panel_matrix(stage.codes, kTileBytes), matrix, sums);
-      fetch(i + Shape::kStages - 1);
+      fetch(i + Shape::kAhead, true);
       const float scale = stage.scales[scored_key];
-      const bool is_held = reader.is_held(stage, scored_key);
+      const bool is_held = reader.is_held(stage, scored_key, Shape::kAhead);
       cuda::wgmma_wait<0>();
       cuda::wgmma_pin(sums);
       finish<kRows>(sums, weights, scale, is_held, first_key + i * kKeys + scored_key, targets[0]);
     }
   } else {
-    static_assert(Shape::kSeries == 2 && Shape::kSeriesRows == 2);
-    WgmmaSums<128> first = {}, second = {};
-    const WeightsInRegisters first_weights(weights, 0), second_weights(weights, 2);
-#pragma unroll 1
-    for (int i = 0; i < tiles; ++i) {
-      const Stage stage = stage_of(i);
-      wait_for();
-      const PanelMatrix keys = cuda::panel_matrix(stage.codes, kTileBytes);
-      multiply(keys, matrix, first);
-      multiply(keys, matrix.advanced(2 * kQueryBytes), second);
-      fetch(i + Shape::kStages - 1);
-      const float scale = stage.scales[scored_key];
-      const bool is_held = reader.is_held(stage, scored_key);
-      const uint32_t scored = first_key + i * kKeys + scored_key;
-      cuda::wgmma_wait<1>();
-      cuda::wgmma_pin(first);
-      finish<2>(first, first_weights, scale, is_held, scored, targets[0]);
-      cuda::wgmma_wait<0>();
-      cuda::wgmma_pin(second);
-      finish<2>(second, second_weights, scale, is_held, scored, targets[1]);
+    if constexpr (Shape::kGroups == 2) {
+      static_assert(kTurns == 4 && Shape::kAhead == 2 * Shape::kTiles);
+      cuda::wait_copies<Shape::kTiles>();
+      arrive(0);
+      wait_for_both(0);
+    } else {
+      wait_for_turn();
     }
+    const WeightsInRegisters<kRows> all_weights(weights);
+    // Part p of a turn: tile p / kSeries, series p % kSeries of its rows.
+    constexpr int kParts = Shape::kTiles * Shape::kSeries;
+    WgmmaSums<64 * Shape::kSeriesRows> sums[2] = {};
+#pragma unroll 1
+    for (int i = 0; i < tiles; i += Shape::kTiles) {
+      if constexpr (Shape::kGroups == 2) {
+        cuda::wait_copies<0>();
+        arrive(i / Shape::kTiles + 1);
+        wait_for_both(i / Shape::kTiles);
+      } else {
+        if (i > 0) wait_for_turn();
+      }
+      const auto start = [&](int part) {
+        multiply(cuda::panel_matrix(stage_of(i + part / Shape::kSeries).codes, kTileBytes),
+                 matrix.advanced(part % Shape::kSeries * Shape::kSeriesRows * kQueryBytes),
+                 sums[part % 2]);
+      };
+      start(0);
+      start(1);
+#pragma unroll
+      for (int tile = 0; tile < Shape::kTiles; ++tile) fetch(i + Shape::kAhead + tile, tile == 0);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        const int tile = part / Shape::kSeries, series = part % Shape::kSeries;
+        const Stage stage = stage_of(i + tile);
+        const float scale = stage.scales[scored_key];
+        const bool is_held =
+            reader.is_held(stage, scored_key, Shape::kAhead + Shape::kTiles - 1 - tile);
+        if (part < kParts - 1) {
+          cuda::wgmma_wait<1>();
+        } else {
+          cuda::wgmma_wait<0>();
+        }
+        cuda::wgmma_pin(sums[part % 2]);
+        finish<Shape::kSeriesRows>(sums[part % 2], all_weights.of(series * Shape::kSeriesRows),
+                                   scale, is_held, first_key + (i + tile) * kKeys + scored_key,
+                                   targets[series]);
+        // These products need the registers: what was weighed cannot wait for the end of the turn.
+        if (part < kParts - 2) start(part + 2);
+      }
+    }
+    // Nobody waits for the last turn that was said to be there.
+    if (Shape::kGroups == 2) turn += (tiles + Shape::kTiles - 1) / Shape::kTiles + 1;
   }
   cuda::wait_for_copies();  // of tiles past the last one: nothing was read
 }
 
 template <int kWarpgroup, bool kPaged, bool kWide, class Shape>
 __device__ __forceinline__ void score_share(const Params& params, SharedMemory<Shape>& shared) {
+  uint32_t turn = 0;  // of those that two warpgroups take together
   while (true) {
     const Share share = shared.shares[kWarpgroup];
     if (share.num_tiles == 0) return;
@@ -541,7 +656,7 @@ __device__ __forceinline__ void score_share(const Params& params, SharedMemory<S
     }
     if (taken > 0)
       score_run<kWarpgroup, kPaged, kWide, Shape>(params, run, share.group, share.tile, taken,
-                                                  shared);
+                                                  shared, turn);
     sync_warpgroup(kWarpgroup);
   }
 }
@@ -559,8 +674,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
   FOVEA_SM90_BODY({
     extern __shared__ __align__(1024) uint8_t memory[];
     auto& shared = *reinterpret_cast<SharedMemory<Shape>*>(memory);
+    if (Shape::kGroups == 2 && threadIdx.x == 0) {
+      for (cuda::Mbarrier& barrier : shared.is_there)
+        cuda::mbarrier_init(barrier, Shape::kThreads / 32);
+    }
     find_share<kPaged, Shape>(params, shared);
-    if (Shape::kGroups == 1 || threadIdx.x < kGroupThreads) {
+    // A shuffle tells the compiler that a warp stays together.
+    if (Shape::kGroups == 1 ||
+        __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x), 0) < kGroupThreads) {
       score_share<0, kPaged, kWide>(params, shared);
     } else {
       score_share<Shape::kGroups - 1, kPaged, kWide>(params, shared);

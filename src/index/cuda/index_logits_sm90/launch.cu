@@ -18,6 +18,7 @@ void launch_score(Params params, int64_t group_rows, int64_t width, const Device
   const int64_t tiles_each = (width + kKeys - 1) / kKeys;
   params.num_blocks =
       params.num_groups >= blocks ? blocks : std::min(blocks, params.num_groups * tiles_each);
+  params.share = 1 / static_cast<double>(params.num_blocks);
   cuda::launch("index_logits", score<kPaged, kWide, Shape>,
                {dim3(static_cast<unsigned>(params.num_blocks)), dim3(Shape::kThreads),
                 sizeof(SharedMemory<Shape>)},
@@ -37,7 +38,8 @@ void index_logits_cuda_sm90(const IndexLogitsProblem& problem, const Device& dev
   if (rows == 0 || width == 0) return;
   // The number of rows of a block, and with it the kernel, changes no bit.
   const bool wide = problem.head_dim == kDim && index_rows::address_unit(problem, params) == 16 &&
-                    (paged ? params.page_shift >= 4 : params.k_fp8.stride[0] == kDim);
+                    (paged ? params.page_shift >= 4 && params.pages.page_stride_bytes <= UINT32_MAX
+                           : params.k_fp8.stride[0] == kDim);
   if (!paged) {
     if (wide) return launch_score<false, true, Config<4, 2>>(params, 8, width, device, stream);
     return launch_score<false, false, Config<1, 1>>(params, 1, width, device, stream);
