@@ -20,7 +20,7 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")" || exit 1
 
 all_sections=(info tests verify python ptx memcheck initcheck synccheck racecheck bench)
-declare -A limit=([info]=60 [tests]=400 [verify]=120 [python]=300 [ptx]=400 [memcheck]=550 [initcheck]=550 [synccheck]=550
+declare -A limit=([info]=60 [tests]=400 [verify]=120 [python]=550 [ptx]=400 [memcheck]=550 [initcheck]=550 [synccheck]=550
   [racecheck]=550 [bench]=500)
 for name in "${all_sections[@]}"; do
   variable=LIMIT_${name^^}
