@@ -27,8 +27,8 @@ __device__ inline void mbarrier_arrive(Mbarrier& barrier) {
                : "memory");
 }
 
-/// Arrives, and lets the phase end no earlier than `bytes` of `copy_bulk` or `copy_to_block`
-/// (cluster.cuh) have come.
+/// Arrives, and lets the phase end no earlier than `bytes` of `copy_to_block` (cluster.cuh) have
+/// come.
 __device__ inline void mbarrier_arrive_expecting(Mbarrier& barrier, int bytes) {
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)),
@@ -36,13 +36,10 @@ __device__ inline void mbarrier_arrive_expecting(Mbarrier& barrier, int bytes) {
       : "memory");
 }
 
-/// Copies `bytes` of global memory (a multiple of 16, like both addresses) to shared memory, and
-/// counts them at `full`. What was at `to` has been read by the thread, or behind a barrier.
-__device__ inline void copy_bulk(void* to, const void* from, int bytes, Mbarrier& full) {
+/// Arrives when all copies that the thread has started so far (async_copy.cuh) have come.
+__device__ inline void mbarrier_arrive_with_copies(Mbarrier& barrier) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(shared_address(to)),
-      "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(shared_address(&full))
+      "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier))
       : "memory");
 }
 

@@ -101,6 +101,16 @@ __device__ inline void store_columns(void* column, const uint32_t (&pairs)[4]) {
                : "memory");
 }
 
+/// The same without turning them: lane l names the 16 bytes that become row l % 8 of matrix l / 8.
+/// The pairs of a piece of A (WgmmaA) are such matrices: rows 0..7 and 8..15 of columns 0..7, then
+/// of columns 8..15.
+__device__ inline void store_rows(void* row, const uint32_t (&pairs)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
+      "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
+      : "memory");
+}
+
 // Registers %0 .. of the sums, as text and as operands.
 #define FOVEA_TEXT_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define FOVEA_TEXT_16 FOVEA_TEXT_8 ", %8, %9, %10, %11, %12, %13, %14, %15"

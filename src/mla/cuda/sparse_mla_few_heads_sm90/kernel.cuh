@@ -14,20 +14,19 @@
 
 // A block takes 16 heads of one row and one part of its list, 64 slots at a time. Products stand on
 // their side: logits are keys times queries, [64 keys][16 heads], sums are values times weights,
-// [512 channels][16 heads], so that few heads fill the tensor cores. Both warpgroups do the same
-// with a tile each in turn, and one's arithmetic runs beside the other's products. A warp of them:
+// [512 channels][16 heads], so that few heads fill the tensor cores. Its warpgroups:
 //
-//   brings    the rows of 16 keys of the group's next tile, codes and scales to shared memory by
-//             bulk copies, rope channels to registers, while this tile is computed
-//   decodes   its 16 keys, 64 channels at a time, to registers: A of the logits. They are stored as
-//             values once those products have read them. The values' products of the tile before
-//             run meanwhile
-//   weighs    its 16 keys; weights are sums of two bf16
-//   values    asks for 16 channels of each panel of 64, over all keys of the tile
+//   0, 1 sums  a tile each in turn, so that one's arithmetic runs beside the other's products. A
+//              warp decodes its 16 keys, 64 channels at a time, to registers: A of the logits. They
+//              are stored as values when those products have read them, two panels later, and the
+//              values' products of the tile before run meanwhile. It weighs its 16 keys (weights
+//              are sums of two bf16) and asks for 16 columns of each panel of the values
+//   2, rows    looks slots up and copies codes and scales to shared memory, those of a warp of each
+//              group a warp; rope channels are read by the sums when the others are there
 //
 // Lane (g, c) = (lane / 4, lane % 4) of warp w has, for heads 8 j + 2 c + e in place 2 j + e:
 //   logits    rows 16 w + g and + 8 of the tile
-//   sums      channels 64 p + 16 w + g and + 8 of panel p; rounded weights, then rests
+//   sums      columns 16 w + g and + 8 of panel p; rounded weights, then rests
 // Row 16 w + g + 8 h of a tile is slot 16 w + row_key(g) + 8 h of the list, and of each 64 channels
 // the lane has 16 c .. 16 c + 15: column 16 s + 8 h + 2 c + e of the products is channel
 // 16 c + 4 s + 2 h + e.
@@ -58,20 +57,25 @@ __device__ inline int row_key(int g) { return g / 2 + g % 2 * 4; }
 // The exchange tells the compiler that it is the same in all lanes.
 __device__ inline int one_of_warp(int x) { return __shfl_sync(0xFFFFFFFF, x, 0); }
 
-// A group's sums where its values were. Lanes that store a channel at a time meet all banks.
+// A group's sums where its values were. Each 32 channels are four floats further from those before,
+// so that no more than two lanes that store a channel at a time meet at a bank.
 struct GroupSums {
-  float x[kHeads][kValueDim + 4];
+  float x[kHeads][kValueDim + kValueDim / 8 + 4];
+
+  __device__ float* at(int head, int channel) { return &x[head][channel + channel / 32 * 4]; }
 };
 
 struct GroupMemory {
   alignas(1024) uint8_t values[kValuePanels][kValuePanelBytes];  // [64 keys][512]
   alignas(1024) uint8_t weights[2][kWeightBytes];                // [16 heads][64 keys]
   alignas(16) uint8_t rows[kKeys][kStagedBytes];
+  const uint8_t* ropes[kKeys];    // the rope channels of these rows
+  uint32_t present[kGroupWarps];  // which of these rows there are, a bit a key of the warp
   cuda::ColumnMemory softmax;
   float reference[kHeads];  // in units of log2
   float largest[kGroupWarps][kHeads];
   float sum[kGroupWarps][kHeads];
-  Mbarrier full[kGroupWarps];
+  Mbarrier full[kGroupWarps], empty[kGroupWarps];  // the rows of a warp
 
   __device__ GroupSums& sums() {
     static_assert(sizeof(GroupSums) <= sizeof(values));
@@ -82,8 +86,7 @@ struct GroupMemory {
 struct SharedMemory {
   alignas(1024) uint8_t queries[kQueryPanels][kQueryPanelBytes];
   GroupMemory groups[kGroups];
-  alignas(16) uint8_t no_row[kStagedBytes];  // zeros
-  float factors[kGroups][kHeads];            // what sums are multiplied with
+  float factors[kGroups][kHeads];  // what sums are multiplied with
 };
 
 // The column of the products that is channel `channel` of a panel.
@@ -104,13 +107,13 @@ __device__ inline uint4 load_query(const latent::Queries& queries, int64_t first
 }
 
 // Queries of `heads` heads of row t, zeros past them.
-template <int kHeadDim>
+template <int kHeadDim, int kAllThreads>
 __device__ __forceinline__ void load_queries(const latent::Queries& queries, int64_t t,
                                              int64_t first_head, int heads, SharedMemory& shared) {
   constexpr int kPieces = kHeadDim / 8;
   const int64_t first = t * queries.row_stride + first_head * queries.head_stride;
 #pragma unroll 5
-  for (int i = threadIdx.x; i < kHeads * kPieces; i += kThreads) {
+  for (int i = threadIdx.x; i < kHeads * kPieces; i += kAllThreads) {
     const int head = i / kPieces, piece = i % kPieces;
     uint4 value = make_uint4(0, 0, 0, 0);
     if (head < heads) value = load_query(queries, first + head * queries.head_stride, piece);
@@ -168,6 +171,68 @@ __device__ inline Channels load_channels(const RowLayout& layout, const LatentAd
   return codes(scale);
 }
 
+// Of a warp's rows of a tile, a bit for each that there is.
+__device__ inline uint32_t present_rows(const uint8_t* row) {
+  return __ballot_sync(0xFFFFFFFF, row != nullptr) & ((1u << kWarpKeys) - 1);
+}
+
+__device__ inline const uint8_t* from_lane(const uint8_t* address, int lane) {
+  return reinterpret_cast<const uint8_t*>(
+      __shfl_sync(0xFFFFFFFF, reinterpret_cast<unsigned long long>(address), lane));
+}
+
+// In place of rope channels that there are none of.
+static __device__ const uint4 kNoRope[8] = {};
+
+// Brings packed rows: those of warp threadIdx.x / 32 % 4 of each group, tile after tile.
+__device__ __forceinline__ void bring_rows(const RowParams& params, const ListedKeys& keys,
+                                           int begin, int end, SharedMemory& shared) {
+  const int lane = threadIdx.x % 32;
+  const int warp = one_of_warp(static_cast<int>(threadIdx.x) % kGroupThreads / 32);
+  const int key = warp * kWarpKeys + lane % kWarpKeys;
+  const auto find = [&](int tile, int32_t place) {
+    const uint8_t* const row = keys.address(tile, key, place).row;
+    if (row != nullptr) {
+#pragma unroll
+      for (int at = 0; at < kV32RowBytes; at += 128) cuda::prefetch_l2(row + at);
+    }
+    return row;
+  };
+  if (begin >= end) return;
+  const uint8_t* row = find(begin, keys.place(begin, key));
+  int32_t next_place = begin + 1 < end ? keys.place(begin + 1, key) : -1;
+#pragma unroll 1
+  for (int i = begin; i < end; ++i) {
+    const int use = (i - begin) / kGroups;
+    GroupMemory& own = shared.groups[(i - begin) % kGroups];
+    if (use > 0) cuda::mbarrier_wait(own.empty[warp], use - 1);
+    const uint32_t present = present_rows(row);
+    if (lane < kWarpKeys) {
+      own.ropes[key] =
+          row != nullptr ? row + kV32RopeOffset : reinterpret_cast<const uint8_t*>(kNoRope);
+    }
+    if (lane == 0) own.present[warp] = present;
+    const auto* const readable = static_cast<const uint8_t*>(params.queries.data);
+#pragma unroll 4
+    for (int n = 0; n < kWarpKeys; ++n) {
+      const uint8_t* const from = from_lane(row, n);
+      cuda::copy_async<16>(own.rows[warp * kWarpKeys + n] + 16 * lane,
+                           from != nullptr ? from + 16 * lane : readable, from != nullptr);
+    }
+    if (lane < kWarpKeys) {
+      cuda::copy_async<16>(own.rows[key] + kV32ScaleOffset,
+                           row != nullptr ? row + kV32ScaleOffset : readable, row != nullptr);
+    }
+    cuda::mbarrier_arrive_with_copies(own.full[warp]);
+    // Of what is not copied.
+    __syncwarp();
+    if (lane == 0) cuda::mbarrier_arrive(own.full[warp]);
+    if (i + 1 < end) row = find(i + 1, next_place);
+    next_place = i + 2 < end ? keys.place(i + 2, key) : -1;
+  }
+  cuda::wait_for_copies();
+}
+
 // kPacked: all rows are v32 and start at multiples of 16 bytes. Others are read when they are
 // wanted, which is slow.
 template <int kHeadDim, bool kPacked>
@@ -178,39 +243,28 @@ class GroupWork {
       : params_(params), keys_(keys), shared_(shared), own_(shared.groups[group]), group_(group) {
     const int lane = threadIdx.x % 32;
     warp_ = one_of_warp(static_cast<int>(threadIdx.x) % kGroupThreads / 32);
-    key_ = warp_ * kWarpKeys + lane % kWarpKeys;
-    const int row = warp_ * kWarpKeys + lane / 4;
-    value_at_ = cuda::panel_offset(row, 2 * (lane % 4));
+    value_at_ = cuda::panel_offset(warp_ * kWarpKeys + lane % 16, lane / 16);
   }
 
-  // The tiles begin, begin + kGroups, .. < end. `first_place` is that of the lane's key of the
-  // first one.
-  __device__ __forceinline__ void run(int begin, int end, int32_t first_place) {
+  // The tiles begin, begin + kGroups, .. < end.
+  __device__ __forceinline__ void run(int begin, int end) {
 #pragma unroll
     for (WgmmaSums<32>& panel : sums_) panel = {};
     softmax_.clear();
 #pragma unroll
     for (float& x : largest_) x = kNegInf;
     pin();
-    uint32_t present = begin < end ? bring(begin, first_place) : 0;
-    int32_t next_place = begin + kGroups < end ? keys_.place(begin + kGroups, key_) : -1;
     int use = 0;
 #pragma unroll 1
     for (int i = begin; i < end; i += kGroups) {
       WgmmaSums<16> logits;
+      uint32_t present;
       if constexpr (kPacked) {
-        cuda::mbarrier_wait(own_.full[warp_], use);
-        multiply_packed(present, use > 0, logits);
+        present = multiply_packed(use, logits);
       } else {
-        multiply_any(use > 0, logits);
+        present = multiply_any(i, use, logits);
       }
-      const uint32_t tile_present = present;
-      __syncwarp();  // staged rows have been read
-      if (i + kGroups < end) {
-        present = bring(i + kGroups, next_place);
-        next_place = i + 2 * kGroups < end ? keys_.place(i + 2 * kGroups, key_) : -1;
-      }
-      finish_logits(tile_present, logits);
+      finish_logits(present, logits);
       softmax_.add(logits, use, warp_, barrier(), own_.softmax, own_.weights[0], own_.weights[1],
                    sums_);
       multiply_values();
@@ -230,44 +284,6 @@ class GroupWork {
     for (int p = 0; p < kValuePanels; ++p) cuda::wgmma_pin(sums_[p]);
   }
 
-  __device__ static const uint8_t* from_lane(const uint8_t* address, int lane) {
-    return reinterpret_cast<const uint8_t*>(
-        __shfl_sync(0xFFFFFFFF, reinterpret_cast<unsigned long long>(address), lane));
-  }
-
-  // Asks for the warp's rows of a tile; returns a bit for each that there is.
-  __device__ __forceinline__ uint32_t bring(int tile, int32_t place) {
-    const int lane = threadIdx.x % 32;
-    const LatentAddress found = keys_.address(tile, key_, place);
-    const uint32_t present =
-        __ballot_sync(0xFFFFFFFF, found.row != nullptr) & ((1u << kWarpKeys) - 1);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int of_warp = row_key(lane / 4) + 8 * half;
-      lane_rows_[half].row = from_lane(found.row, of_warp);
-      if constexpr (!kPacked) lane_rows_[half].scales = from_lane(found.scales, of_warp);
-    }
-    if constexpr (!kPacked) {
-      tile_ = tile;
-      return present;
-    }
-    Mbarrier& full = own_.full[warp_];
-    if (lane == 0) cuda::mbarrier_arrive_expecting(full, kStagedBytes * __popc(present));
-    __syncwarp();
-    if (lane < kWarpKeys && found.row != nullptr) {
-      cuda::copy_bulk(own_.rows[warp_ * kWarpKeys + lane], found.row, kStagedBytes, full);
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint8_t* const row = lane_rows_[half].row;
-      const uint8_t* const from = row + kV32RopeOffset + 32 * (lane % 4);
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        rope_[half][i] = cuda::load_or_zeros4(from + 16 * i, row != nullptr);
-    }
-    return present;
-  }
-
   // The lane's 16 channels of a panel of two rows, as A of four steps.
   struct Piece {
     WgmmaA step[kStepsOfPanel];
@@ -284,8 +300,9 @@ class GroupWork {
     uint4 row[2];
   };
 
+  // `rows`: the lane's 16 channels of panel 0.
   __device__ static Codes load_codes(const uint8_t* const (&rows)[2], int panel) {
-    const int at = panel * cuda::kPanelColumns + static_cast<int>(threadIdx.x % 4) * 16;
+    const int at = panel * cuda::kPanelColumns;
     return {*reinterpret_cast<const uint4*>(rows[0] + at),
             *reinterpret_cast<const uint4*>(rows[1] + at)};
   }
@@ -297,42 +314,45 @@ class GroupWork {
                                    latent::decode8(make_uint2(row.z, row.w), scale[half])));
     }
   }
-  __device__ void multiply_panel(const Piece& piece, int panel, WgmmaSums<16>& logits) const {
+  __device__ void multiply_panel(const Piece& piece, int panel, WgmmaSums<16>& logits,
+                                 int keep_sums = 1) const {
     const PanelMatrix queries =
         cuda::panel_matrix(shared_.queries, kQueryPanelBytes).advanced(panel * kQueryPanelBytes);
     cuda::wgmma_fence();
 #pragma unroll
     for (int s = 0; s < kStepsOfPanel; ++s) {
-      cuda::wgmma<PanelSide::kRows>(logits, piece.step[s], queries.advanced(32 * s), panel + s);
+      cuda::wgmma<PanelSide::kRows>(logits, piece.step[s], queries.advanced(32 * s),
+                                    s > 0 ? 1 : keep_sums);
     }
     cuda::wgmma_commit();
   }
-  // Behind the wait for its products: registers that they read have a use that comes later.
+  // Behind the wait for its products: registers that they read have a use that comes later. Values
+  // keep the order of the columns.
   __device__ void store_piece(const Piece& piece, int panel) const {
     uint8_t* const to = own_.values[panel];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const WgmmaA &first = piece.step[2 * i], &second = piece.step[2 * i + 1];
-        *reinterpret_cast<uint4*>(to + half * 8 * cuda::kPanelRowBytes + (value_at_ ^ i << 4)) =
-            make_uint4(first.x[half], first.x[2 + half], second.x[half], second.x[2 + half]);
-      }
-    }
+    for (int s = 0; s < kStepsOfPanel; ++s)
+      cuda::store_rows(to + (value_at_ ^ s << 5), piece.step[s].x);
   }
 
-  // Logits of the tile, and its values in their place.
-  __device__ __forceinline__ void multiply_packed(uint32_t present, bool waits,
-                                                  WgmmaSums<16>& logits) {
-    const int key = row_key(threadIdx.x % 32 / 4);
-    const uint8_t* rows[2];
+  // Logits of the tile, and its values in their place. Returns a bit for each key of the warp that
+  // there is.
+  __device__ __forceinline__ uint32_t multiply_packed(int use, WgmmaSums<16>& logits) {
+    const int lane = threadIdx.x % 32;
+    cuda::mbarrier_wait(own_.full[warp_], use);
+    const uint32_t present = own_.present[warp_];
+    const uint8_t *rows[2], *codes_of[2];
+    uint4 rope_words[2][2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int of_warp = key + 8 * half;
-      rows[half] =
-          (present >> of_warp & 1) != 0 ? own_.rows[warp_ * kWarpKeys + of_warp] : shared_.no_row;
+      const int of_warp = row_key(lane / 4) + 8 * half;
+      const int key = warp_ * kWarpKeys + of_warp;
+      rows[half] = own_.rows[key];
+      codes_of[half] = rows[half] + lane % 4 * 16;
+      const auto* const words = reinterpret_cast<const uint4*>(own_.ropes[key]) + 2 * (lane % 4);
+      rope_words[half][0] = __ldg(words);
+      rope_words[half][1] = __ldg(words + 1);
     }
-    Piece even, odd;
     float scale[2];
     const auto load_scale = [&](int group) {
 #pragma unroll
@@ -340,63 +360,82 @@ class GroupWork {
         scale[half] = *reinterpret_cast<const float*>(rows[half] + kV32ScaleOffset + 4 * group);
       }
     };
+    // Two panels are on their way to the tensor cores.
+    Piece even, odd;
     load_scale(0);
-    decode(load_codes(rows, 0), scale, even);
-    Codes codes = load_codes(rows, 1);
+    decode(load_codes(codes_of, 0), scale, even);
+    decode(load_codes(codes_of, 1), scale, odd);
+    load_scale(1);
+    Codes codes = load_codes(codes_of, 2);
     cuda::wgmma_wait<0>();
     pin();
     // The values of the last tile are used up.
-    if (waits) sync();
-    multiply_panel(even, 0, logits);
+    if (use > 0) sync();
+    multiply_panel(even, 0, logits, 0);
+    multiply_panel(odd, 1, logits);
 #pragma unroll 1
-    for (int group = 0; true; ++group) {
-      const int panel = 2 * group;
-      decode(codes, scale, odd);
-      const bool ends = panel + 2 == kValuePanels;
-      if (!ends) {
-        load_scale(group + 1);
-        codes = load_codes(rows, panel + 2);
-      }
-      cuda::wgmma_wait<0>();
-      store_piece(even, panel);
-      multiply_panel(odd, panel + 1, logits);
-      if (ends) break;
+    for (int panel = 2; panel < kValuePanels; panel += 2) {
+      cuda::wgmma_wait<1>();
+      store_piece(even, panel - 2);
       decode(codes, scale, even);
-      codes = load_codes(rows, panel + 3);
-      cuda::wgmma_wait<0>();
-      store_piece(odd, panel + 1);
-      multiply_panel(even, panel + 2, logits);
+      codes = load_codes(codes_of, panel + 1);
+      multiply_panel(even, panel, logits);
+      cuda::wgmma_wait<1>();
+      store_piece(odd, panel - 1);
+      decode(codes, scale, odd);
+      if (panel + 2 < kValuePanels) {
+        load_scale(panel / 2 + 1);
+        codes = load_codes(codes_of, panel + 2);
+      } else {
+        // The rows have been read.
+        __syncwarp();
+        if (lane == 0) cuda::mbarrier_arrive(own_.empty[warp_]);
+      }
+      multiply_panel(odd, panel + 1, logits);
     }
+    cuda::wgmma_wait<1>();
+    store_piece(even, kValuePanels - 2);
     Piece rope;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      rope.set(half, Channels::of(rope_[half][0], rope_[half][1]));
-    cuda::wgmma_wait<0>();
-    store_piece(odd, kValuePanels - 1);
+      rope.set(half, Channels::of(rope_words[half][0], rope_words[half][1]));
     multiply_panel(rope, kValuePanels, logits);
     cuda::wgmma_wait<0>();
     cuda::wgmma_pin(logits);
+    store_piece(odd, kValuePanels - 1);
+    return present;
   }
 
-  __device__ __forceinline__ void multiply_any(bool waits, WgmmaSums<16>& logits) {
-    const RowLayout& layout = params_.layouts[keys_.is_primary(tile_) ? 0 : 1];
+  // The same with rows that are looked up and read here.
+  __device__ __forceinline__ uint32_t multiply_any(int tile, int use, WgmmaSums<16>& logits) {
+    const RowLayout& layout = params_.layouts[keys_.is_primary(tile) ? 0 : 1];
+    const int lane = threadIdx.x % 32;
+    const int key = warp_ * kWarpKeys + lane % kWarpKeys;
+    const LatentAddress found = keys_.address(tile, key, keys_.place(tile, key));
+    LatentAddress rows[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int of_warp = row_key(lane / 4) + 8 * half;
+      rows[half] = {from_lane(found.row, of_warp), from_lane(found.scales, of_warp)};
+    }
 #pragma unroll 1
     for (int panel = 0; panel < kHeadDim / cuda::kPanelColumns; ++panel) {
       Piece piece;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        piece.set(half, layout.aligned ? load_channels<true>(layout, lane_rows_[half], panel)
-                                       : load_channels<false>(layout, lane_rows_[half], panel));
+        piece.set(half, layout.aligned ? load_channels<true>(layout, rows[half], panel)
+                                       : load_channels<false>(layout, rows[half], panel));
       }
       cuda::wgmma_wait<0>();
       pin();
       // The values of the last tile are used up.
-      if (panel == 0 && waits) sync();
-      multiply_panel(piece, panel, logits);
+      if (panel == 0 && use > 0) sync();
+      multiply_panel(piece, panel, logits, panel);
       cuda::wgmma_wait<0>();
       cuda::wgmma_pin(logits);
       if (panel < kValuePanels) store_piece(piece, panel);
     }
+    return present_rows(found.row);
   }
 
   // In units of log2; -inf where a key is absent.
@@ -437,13 +476,14 @@ class GroupWork {
   __device__ __forceinline__ void leave() {
     sync();  // the products of all warps have read the values
     const int lane = threadIdx.x % 32;
-    const int channel = warp_ * 16 + lane / 4;
     GroupSums& to = own_.sums();
 #pragma unroll
     for (int p = 0; p < kValuePanels; ++p) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        to.x[ColumnSoftmax::lane_head(i / 4 * 2 + i % 2)][64 * p + channel + i / 2 % 2 * 8] =
+        // Column 16 warp + g + 8 h of the panel.
+        const int channel = 64 * p + lane / 8 * 16 + warp_ * 4 + i / 2 % 2 * 2 + lane / 4 % 2;
+        *to.at(ColumnSoftmax::lane_head(i / 4 * 2 + i % 2), channel) =
             sums_[p].x[i] + sums_[p].x[i + 8];
       }
     }
@@ -468,14 +508,9 @@ class GroupWork {
   SharedMemory& shared_;
   GroupMemory& own_;
   int group_, warp_;
-  int key_;       // of a tile, that the lane looks up
-  int value_at_;  // in a panel, of the lane's first 8 channels of its first row
+  int value_at_;  // in a panel, of what the lane names to store a step
   ColumnSoftmax softmax_;
   float largest_[kPlaces];  // logits of the lane, in units of log2
-  // Of the next tile: whose channels the lane has, its 16 rope channels of them.
-  LatentAddress lane_rows_[2];
-  uint4 rope_[2][2];
-  int tile_ = 0;
   WgmmaSums<32> sums_[kValuePanels];
 };
 
@@ -522,7 +557,7 @@ __device__ inline void leave_values(const Target& to, SharedMemory& shared) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       const auto at = [&](int g) {
-        return *reinterpret_cast<const float4*>(&shared.groups[g].sums().x[head][channel + 4 * n]);
+        return *reinterpret_cast<const float4*>(shared.groups[g].sums().at(head, channel + 4 * n));
       };
       const float4 a = at(0), b = at(1);
       const float of_a = shared.factors[0][head], of_b = shared.factors[1][head];
@@ -535,6 +570,7 @@ __device__ inline void leave_values(const Target& to, SharedMemory& shared) {
 
 template <int kHeadDim, bool kPacked>
 __device__ __forceinline__ void attend_block(const RowParams& params, SharedMemory& shared) {
+  constexpr int kAllThreads = all_threads(kPacked);
   const int64_t t = blockIdx.x / params.head_groups, part = blockIdx.y;
   const int64_t first_head = static_cast<int64_t>(blockIdx.x % params.head_groups) * kHeads;
   const RowParts parts = params.parts(t);
@@ -547,31 +583,31 @@ __device__ __forceinline__ void attend_block(const RowParams& params, SharedMemo
       one_of_warp(static_cast<int>(is_result ? parts.num_blocks : parts.first_block(part + 1)));
   const ListedKeys keys{params.segments, parts, t};
   const int group = one_of_warp(static_cast<int>(threadIdx.x) / kGroupThreads);
-  GroupWork<kHeadDim, kPacked> work(params, keys, group, shared);
-  const int32_t first_place =
-      begin + group < end
-          ? keys.place(begin + group,
-                       static_cast<int>(threadIdx.x % kGroupThreads / 32 * kWarpKeys +
-                                        threadIdx.x % kWarpKeys))
-          : -1;
   if (threadIdx.x == 0) {
     for (GroupMemory& of : shared.groups) {
-      for (Mbarrier& full : of.full) cuda::mbarrier_init(full, 1);
+      for (Mbarrier& full : of.full) cuda::mbarrier_init(full, 32 + 1);
+      for (Mbarrier& empty : of.empty) cuda::mbarrier_init(empty, 1);
     }
   }
-  for (int i = threadIdx.x; i < kStagedBytes / 4; i += kThreads) {
-    reinterpret_cast<uint32_t*>(shared.no_row)[i] = 0;
-  }
   const int64_t heads_left = params.outputs.num_heads - first_head;
-  load_queries<kHeadDim>(params.queries, t, first_head,
-                         static_cast<int>(heads_left < kHeads ? heads_left : kHeads), shared);
+  load_queries<kHeadDim, kAllThreads>(params.queries, t, first_head,
+                                      static_cast<int>(heads_left < kHeads ? heads_left : kHeads),
+                                      shared);
   cuda::shared_stores_before_wgmma();
   __syncthreads();
-  work.run(begin + group, end, first_place);
+  if constexpr (kPacked) {
+    if (group == kGroups) {
+      cuda::give_registers<kBringRegisters>();
+      bring_rows(params, keys, begin, end, shared);
+      return;
+    }
+    cuda::take_registers<kGroupRegisters>();
+  }
+  GroupWork<kHeadDim, kPacked>(params, keys, group, shared).run(begin + group, end);
   const Target to{params, t, part, first_head, is_result};
-  __syncthreads();
+  cuda::sync_roles(kBothGroups, kThreads);
   finish_states(to, shared);
-  __syncthreads();
+  cuda::sync_roles(kBothGroups, kThreads);
   leave_values(to, shared);
 }
 
@@ -583,7 +619,8 @@ __device__ __forceinline__ void attend_block(const RowParams& params, SharedMemo
 #endif
 
 template <int kHeadDim, bool kPacked>
-__global__ void __launch_bounds__(kThreads, 1) attend(const __grid_constant__ RowParams params) {
+__global__ void __launch_bounds__(all_threads(kPacked), 1)
+    attend(const __grid_constant__ RowParams params) {
   FOVEA_SM90_BODY({
     extern __shared__ __align__(1024) uint8_t memory[];
     attend_block<kHeadDim, kPacked>(params, *reinterpret_cast<SharedMemory*>(memory));

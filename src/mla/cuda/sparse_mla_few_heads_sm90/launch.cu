@@ -49,15 +49,15 @@ void sparse_mla_cuda_sm90_few_heads(const SparseMlaProblem& problem, const Devic
   const int64_t num_rows = tensors.q.shape[0], num_parts = parts_of(problem, device);
   WorkspaceCutter cutter(workspace);
   const RowParams params = latent::row_params(problem, tensors, num_parts, kHeads, cutter);
-  const cuda::LaunchShape shape{
-      dim3(static_cast<unsigned>(num_rows * params.head_groups), static_cast<unsigned>(num_parts)),
-      dim3(kThreads), sizeof(SharedMemory)};
-  bool is_packed = true;
+  bool is_packed = problem.head_dim_qk != kValueDim;
   for (int i = 0; i < 2; ++i) {
     const bool is_absent = params.segments[i].base == nullptr;
     const RowLayout& layout = params.layouts[i];
     is_packed = is_packed && (is_absent || (layout.format == RowFormat::kV32 && layout.aligned));
   }
+  const cuda::LaunchShape shape{
+      dim3(static_cast<unsigned>(num_rows * params.head_groups), static_cast<unsigned>(num_parts)),
+      dim3(static_cast<unsigned>(all_threads(is_packed))), sizeof(SharedMemory)};
   if (problem.head_dim_qk == kValueDim) {
     cuda::launch("sparse_mla", attend<512, false>, shape, stream, params);
   } else {

@@ -30,37 +30,11 @@ inline void mbarrier_arrive_expecting(Mbarrier& barrier, int bytes) {
   barrier.bytes_ahead -= bytes;
   mbarrier_arrive(barrier);
 }
-// Copies that are on their way until a thread of the block waits for their barrier.
-struct BulkCopy {
-  void* to;
-  const void* from;
-  int bytes;
-  Mbarrier* full;
-  test::gpu::Dim block;
-};
-inline thread_local std::vector<BulkCopy> bulk_copies;
-inline void copy_bulk(void* to, const void* from, int bytes, Mbarrier& full) {
-  test::gpu::need_alignment(to, 16);
-  test::gpu::need_alignment(from, 16);
-  if (bytes % 16 != 0) throw std::logic_error("a bulk copy that is no multiple of 16 bytes");
-  std::memset(to, 0xFF, static_cast<size_t>(bytes));
-  bulk_copies.push_back({to, from, bytes, &full, test::gpu::lane().block});
+inline void mbarrier_arrive_with_copies(Mbarrier& barrier) {
+  test::gpu::finish_copies();
+  mbarrier_arrive(barrier);
 }
-inline void bring_bulk_copies(const Mbarrier& full) {
-  const test::gpu::Dim& own = test::gpu::lane().block;
-  const auto arrives = [&](const BulkCopy& copy) {
-    if (copy.full != &full || copy.block.x != own.x || copy.block.y != own.y) return false;
-    std::memcpy(copy.to, copy.from, static_cast<size_t>(copy.bytes));
-    copy.full->bytes_ahead += copy.bytes;
-    end_phase(*copy.full);
-    return true;
-  };
-  bulk_copies.erase(std::remove_if(bulk_copies.begin(), bulk_copies.end(), arrives),
-                    bulk_copies.end());
-}
-
 inline void mbarrier_wait(Mbarrier& barrier, int64_t phase) {
-  bring_bulk_copies(barrier);
   const auto under_way = [&] { return static_cast<int64_t>(static_cast<uint32_t>(barrier.state)); };
   test::gpu::wait_until([&] { return under_way() > phase; });
   if (under_way() > phase + 1) throw std::logic_error("a barrier is two phases ahead of a thread");

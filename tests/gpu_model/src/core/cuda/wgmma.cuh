@@ -118,22 +118,31 @@ void wgmma_e4m3(WgmmaSums<kN>& s, PanelMatrix a, PanelMatrix b, int keep_sums) {
   });
 }
 
+// What a lane shows to store matrices.
+struct StoredMatrices {
+  void* to;
+  uint32_t pairs[4];
+};
+
 inline void store_columns(void* column, const uint32_t (&pairs)[4]) {
-  struct Shown {
-    void* column;
-    uint32_t pairs[4];
-  };
   test::gpu::need_alignment(column, 16);
-  Shown own{column, {pairs[0], pairs[1], pairs[2], pairs[3]}};
-  const test::gpu::Exchange<Shown> shown(own);
+  const test::gpu::Exchange<StoredMatrices> shown(
+      {column, {pairs[0], pairs[1], pairs[2], pairs[3]}});
   const unsigned lane = threadIdx.x % 32;
   for (unsigned i = 0; i < 4; ++i) {
     for (unsigned e = 0; e < 2; ++e) {
-      auto* const to =
-          static_cast<uint16_t*>(shown.from(8 * i + 2 * (lane % 4) + e).column) + lane / 4;
+      auto* const to = static_cast<uint16_t*>(shown.from(8 * i + 2 * (lane % 4) + e).to) + lane / 4;
       *to = static_cast<uint16_t>(pairs[i] >> (16 * e));
     }
   }
+}
+
+inline void store_rows(void* row, const uint32_t (&pairs)[4]) {
+  test::gpu::need_alignment(row, 16);
+  const test::gpu::Exchange<StoredMatrices> shown({row, {pairs[0], pairs[1], pairs[2], pairs[3]}});
+  const unsigned lane = threadIdx.x % 32;
+  for (unsigned i = 0; i < 4; ++i)
+    std::memcpy(static_cast<uint32_t*>(shown.from(8 * i + lane / 4).to) + lane % 4, &pairs[i], 4);
 }
 
 }  // namespace fovea::internal::cuda
