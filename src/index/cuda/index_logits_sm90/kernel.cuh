@@ -204,7 +204,7 @@ struct KeyReader<kPaged, true, kWarpKeys> {
   const float* scale;
   // Paged. The lane's tile is one of kTurn, of which `tile` is fetched next: where its codes are,
   // null where it has no page, and what the page table has for its tile kTurn later.
-  int tile;
+  uint32_t tile;
   uint64_t codes_of_lane;
   uint32_t next_page;
   uint32_t held;  // bit b: the tile b + 1 before the next has a page
@@ -256,9 +256,9 @@ struct KeyReader<kPaged, true, kWarpKeys> {
       cuda::copy_async<16>(stage.codes + offset[i % 2] + i / 2 * 8 * cuda::kPanelRowBytes,
                            codes + i * 512, all || 4 * i + lane / 8 < count);
     }
-    if (lane < kWarpKeys) {
-      cuda::copy_async<4>(stage.scales + warp_key + lane, scale, all || lane < count);
-    }
+    // Several lanes bring the same scale: a branch takes longer.
+    const int key = lane % kWarpKeys;
+    cuda::copy_async<4>(stage.scales + warp_key + key, scale, all || key < count);
   }
 
   // Starts to copy the tile, and goes to the next. `first`: the number of the tile may be a
