@@ -66,12 +66,12 @@ struct BatchSizes {
     batch.q_indptr = reinterpret_cast<int32_t*>(batch.before + rows + 1);
     batch.kv_indptr = batch.q_indptr + requests + 1;
     batch.first_len = batch.kv_indptr + requests + 1;
-    batch.split.reached = reinterpret_cast<uint32_t*>(batch.first_len + requests);
+    batch.split.reached = reinterpret_cast<uint16_t*>(batch.first_len + requests);
     batch.split.reached_size = reached;
     return batch;
   }
   FOVEA_HOST_DEVICE int64_t bytes() const {
-    const int64_t all = 16 * (parts + 1) + 8 * (rows + 1) + 4 * (3 * requests + 2) + 4 * reached;
+    const int64_t all = 16 * (parts + 1) + 8 * (rows + 1) + 4 * (3 * requests + 2) + 2 * reached;
     return (all + 63) / 64 * 64;
   }
 };
@@ -131,9 +131,12 @@ __device__ int64_t read_requests(const StepParams& step, const Batch& batch, int
     const bool live = r < step.requests;
     const int64_t len = live ? kv_length(step.seq_len[r], step.length_addend, step.kv_capacity) : 0;
     const int64_t wanted = live ? rows_wanted(step, r) : 0;
-    int64_t total;
-    const int64_t upto = carried + block_inclusive_sum(wanted, shared, &total);
-    carried += total;
+    int64_t upto = (live ? r + 1 : step.requests) * step.rows_per_request;
+    if (step.wanted_rows != nullptr) {
+      int64_t total;
+      upto = carried + block_inclusive_sum(wanted, shared, &total);
+      carried += total;
+    }
     if (live) {
       batch.q_indptr[r + 1] = static_cast<int32_t>(cut(upto));
       batch.first_len[r] = static_cast<int32_t>(len - wanted + 1);
@@ -181,7 +184,9 @@ __device__ Row row_at(const StepParams& step, const Batch& batch, int64_t t, int
   if (t >= rows) return {-1, 0};
   const auto row = static_cast<int32_t>(t);
   const int64_t r =
-      count_up_to([&](int64_t i) { return batch.q_indptr[i]; }, step.requests + 1, row) - 1;
+      step.wanted_rows == nullptr
+          ? static_cast<uint32_t>(row) / static_cast<uint32_t>(step.rows_per_request)
+          : count_up_to([&](int64_t i) { return batch.q_indptr[i]; }, step.requests + 1, row) - 1;
   return {r, int64_t{batch.first_len[r]} + (t - batch.q_indptr[r])};
 }
 
@@ -285,7 +290,8 @@ __device__ void fill_page(const PageParams& pages, int64_t request, int64_t colu
   }
 }
 
-__global__ void __launch_bounds__(kThreads) refresh(const __grid_constant__ RefreshParams params) {
+__global__ void __launch_bounds__(kThreads, 3)
+    refresh(const __grid_constant__ RefreshParams params) {
   extern __shared__ int4 dynamic[];
   const auto num_steps = static_cast<uint32_t>(params.pages.num_steps);
   const uint32_t sums = num_steps * kNumParts;

@@ -55,7 +55,7 @@ struct SplitStart {
 /// Scratch of a split schedule.
 struct SplitWork {
   SplitStart* starts;  // [parts+1]
-  uint32_t* reached;   // [reached_size], may be null: where a part ends, by what it could reach
+  uint16_t* reached;   // [reached_size], may be null: what the next part can reach, by the same
   int64_t reached_size;
 };
 
@@ -108,50 +108,65 @@ __device__ inline void walk_parts(const CostBefore& cost_before, int64_t rows, i
   }
 }
 
-// An entry of SplitWork::reached: the cost before the next part, which is inside of a row or not,
-// and that row.
+// Entries of SplitWork::reached are costs in 16 bits.
 inline constexpr int64_t kMaxReached = 1 << 16;
-inline constexpr int64_t kMaxReachedRows = 1 << 15;
-inline constexpr uint32_t kInsideRow = uint32_t{1} << 31;
 
 /// The same by the block, where the cost of all rows is small enough for a table: a link of the
-/// chain is one access of shared memory.
+/// chain is one access of shared memory. What a part can reach, blocks and overhead, decides what
+/// the next one can: the table has that, and starts[p].split until it is known what else it means.
 __device__ inline void look_up_parts(const CostBefore& cost_before, int64_t rows, int64_t parts,
-                                     int64_t budget, const SplitWork& work) {
+                                     const SplitWork& work) {
   constexpr auto kOverhead = static_cast<int32_t>(kSplitOverheadBlocks);
   const auto total = static_cast<int32_t>(cost_before(rows));
-  const auto num_rows = static_cast<int32_t>(rows);
-  for (int32_t row = threadIdx.x; row <= num_rows; row += blockDim.x) {
+  const auto num_parts = static_cast<int32_t>(parts);
+  const int32_t step = min((total - 1) / num_parts + 1 + kOverhead, total);
+  // The cost before the part behind one that can reach `reach`, in or at the end of a row that
+  // begins at cost `before`.
+  const auto spent_after = [](int32_t reach, int32_t before) {
+    return reach - before > kOverhead ? reach - kOverhead : before;
+  };
+  // Two threads a row: there are rather half as many rows as threads than as many.
+  for (int64_t i = threadIdx.x; i < 2 * rows; i += blockDim.x) {
+    const int64_t row = i / 2;
     const auto begin = static_cast<int32_t>(cost_before(row));
-    const int32_t end = row < num_rows ? static_cast<int32_t>(cost_before(row + 1)) : total + 1;
-    const uint32_t high = static_cast<uint32_t>(row) << 16;
-    for (int32_t reach = begin; reach < end; ++reach) {
-      const bool inside = reach - begin > kOverhead;
-      work.reached[reach] = inside ? kInsideRow | high | static_cast<uint32_t>(reach - kOverhead)
-                                   : high | static_cast<uint32_t>(begin);
+    const auto end = static_cast<int32_t>(cost_before(row + 1));
+    for (int32_t reach = begin + static_cast<int32_t>(i % 2); reach < end; reach += 2) {
+      work.reached[reach] = static_cast<uint16_t>(min(spent_after(reach, begin) + step, total));
     }
   }
+  if (threadIdx.x == 0) work.reached[total] = static_cast<uint16_t>(total);
   __syncthreads();
   if (threadIdx.x == 0) {
-    const auto step = static_cast<uint32_t>(budget < total ? budget : total);
-    int32_t row = 0, split = 0, cuts = 0;
-    uint32_t spent = 0;
-    for (int64_t p = 0;; ++p) {
-      work.starts[p] = {row, static_cast<int32_t>(spent), split, cuts};
-      if (p == parts) break;
-      const uint32_t next = work.reached[min(spent + step, static_cast<uint32_t>(total))];
-      spent = next & 0xFFFF;
-      const auto next_row = static_cast<int32_t>((next & ~kInsideRow) >> 16);
-      const bool inside = next >= kInsideRow;
-      split = !inside ? 0 : next_row == row ? split + 1 : 1;
-      cuts += inside ? 1 : 0;
-      row = next_row;
+    uint32_t reach = static_cast<uint32_t>(step);
+    for (int64_t p = 0; p < parts; ++p) {
+      work.starts[p].split = static_cast<int32_t>(reach);
+      reach = work.reached[reach];
     }
   }
   __syncthreads();
   for (int64_t p = threadIdx.x; p <= parts; p += blockDim.x) {
-    work.starts[p].block -= static_cast<int32_t>(cost_before(work.starts[p].row));
+    const int32_t reach = p > 0 ? work.starts[p - 1].split : 0;
+    const int64_t row = count_up_to(cost_before, rows + 1, int64_t{reach}) - 1;
+    work.starts[p].row = static_cast<int32_t>(row);
+    work.starts[p].block = spent_after(reach, static_cast<int32_t>(cost_before(row)));
   }
+  __syncthreads();
+  __shared__ int32_t sums[kWarpThreads + 1];
+  const auto begin_of = [&](int64_t p) {
+    return static_cast<int32_t>(cost_before(work.starts[p].row));
+  };
+  block_scan<int32_t>(
+      parts + 1, sums, [&](int64_t p) { return work.starts[p].block > begin_of(p) ? 1 : 0; },
+      [&](int64_t p, int32_t before, int32_t upto) {
+        // Parts inside one row follow each other.
+        const auto spent = [&](int64_t i) { return work.starts[i].block; };
+        work.starts[p].cuts = upto;
+        work.starts[p].split =
+            upto == before
+                ? 0
+                : static_cast<int32_t>(p + 1 - count_up_to(spent, parts + 1, begin_of(p)));
+      });
+  for (int64_t p = threadIdx.x; p <= parts; p += blockDim.x) work.starts[p].block -= begin_of(p);
 }
 
 /// Every thread of the block calls it; what it writes is visible to the block only behind a
@@ -159,10 +174,10 @@ __device__ inline void look_up_parts(const CostBefore& cost_before, int64_t rows
 __device__ inline void write_split_schedule(const CostBefore& cost_before, int64_t rows,
                                             const SplitScheduleOut& out, const SplitWork& work) {
   const int64_t total = cost_before(rows);
-  const int64_t budget = (total + out.parts - 1) / out.parts + kSplitOverheadBlocks;
-  if (total < work.reached_size && rows < kMaxReachedRows) {
-    look_up_parts(cost_before, rows, out.parts, budget, work);
+  if (total < work.reached_size) {
+    look_up_parts(cost_before, rows, out.parts, work);
   } else if (threadIdx.x < kWarpThreads) {
+    const int64_t budget = (total + out.parts - 1) / out.parts + kSplitOverheadBlocks;
     walk_parts(cost_before, rows, out.parts, budget, work.starts);
   }
   __syncthreads();
