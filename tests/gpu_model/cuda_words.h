@@ -105,6 +105,12 @@ T __reduce_max_sync(uint32_t, T value) {
   for (unsigned i = 0; i < 32; ++i) value = std::max(value, shown.from(i));
   return value;
 }
+inline uint32_t __reduce_add_sync(uint32_t, uint32_t value) {
+  const fovea::test::gpu::Exchange<uint32_t> shown(value);
+  uint32_t sum = 0;
+  for (unsigned i = 0; i < 32; ++i) sum += shown.from(i);
+  return sum;
+}
 inline int __reduce_min_sync(uint32_t mask, int value) { return ~__reduce_max_sync(mask, ~value); }
 inline uint32_t __reduce_or_sync(uint32_t, uint32_t value) {
   const fovea::test::gpu::Exchange<uint32_t> shown(value);

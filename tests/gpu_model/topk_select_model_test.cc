@@ -132,7 +132,7 @@ TEST_F(TopkSelectSm90Model, RowsThatNoClusterHoldsAreLeftToThePortableKernels) {
   };
   EXPECT_EQ(blocks(1, 100000, 4097), 0);
   EXPECT_EQ(blocks(1, 524289, 2048), 0);
-  EXPECT_EQ(blocks(1, 49151, 2048), 0);
+  EXPECT_EQ(blocks(1, 16383, 2048), 0);
   EXPECT_EQ(blocks(17, 65536, 2048), 0);
   EXPECT_EQ(blocks(16, 131073, 2048), 0);
 }

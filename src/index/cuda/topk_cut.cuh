@@ -105,14 +105,12 @@ struct WarpSum {
 /// may be used again after the next barrier.
 template <int kThreads>
 __device__ uint32_t block_before(uint32_t own, CutShared& shared) {
-  constexpr int kWarps = kThreads / cuda::kWarpThreads;
   const int lane = threadIdx.x % cuda::kWarpThreads;
   const int warp = threadIdx.x / cuda::kWarpThreads;
   const WarpSum in_warp(own);
   if (lane == 0) shared.sums[warp] = in_warp.total;
   __syncthreads();
-  const WarpSum warps(lane < kWarps ? shared.sums[lane] : 0);
-  return __shfl_sync(0xFFFFFFFF, warps.before, warp) + in_warp.before;
+  return __reduce_add_sync(0xFFFFFFFF, lane < warp ? shared.sums[lane] : 0) + in_warp.before;
 }
 
 /// Keys have the order of the logits: NaN lowest, -0 equal to +0 (the sum makes it that).
@@ -182,8 +180,7 @@ __device__ void find_bin(uint32_t need, Bins bins, CutShared& shared) {
   }
   __syncthreads();
   if (warp < kScanningWarps) {
-#pragma unroll
-    for (int i = 0; i < kScanningWarps - 1; ++i) before += i < warp ? shared.sums[i] : 0;
+    before += __reduce_add_sync(0xFFFFFFFF, lane < warp ? shared.sums[lane] : 0);
     if (before < need && need <= before + own) {
 #pragma unroll
       for (int i = 0; i < kTaken; ++i) {
@@ -310,13 +307,16 @@ struct ValueBins {
     const int bin = min(max((step ^ flip) - kFirst, 0), kHalf - 1);
     return static_cast<uint32_t>(kHalf + (bin ^ flip));
   }
-  /// The lowest key of a bin; 0 for the lowest one, which has NaN.
-  __device__ static uint32_t least_key(uint32_t bin) {
+  /// The range of a bin; 32 bits where it is no power of two: at zero and beyond the outer bins,
+  /// the lowest of which begins at 0 and has NaN.
+  __device__ static Cut cut(uint32_t bin, uint32_t need, uint32_t entries) {
     const int above = static_cast<int>(bin) - kHalf;
     const int flip = above >> 31;
-    if (bin == 0 || above == 0) return static_cast<uint32_t>(above == 0) << 31;
-    const int step = ((above ^ flip) + kFirst) ^ flip;
-    return static_cast<uint32_t>(step + (1 << (31 - kShift))) << kShift;
+    const int from_zero = above ^ flip;
+    if (bin == 0 || above == 0) return {above == 0 ? 0x80000000u : 0, 32, need, entries};
+    const int step = (from_zero + kFirst) ^ flip;
+    return {static_cast<uint32_t>(step + (1 << (31 - kShift))) << kShift,
+            from_zero > 0 && from_zero < kHalf - 1 ? kShift : 32, need, entries};
   }
 };
 
@@ -327,7 +327,7 @@ template <int kThreads>
 __device__ uint32_t sampled_threshold(const Row& row, const SampleShape& sample, uint32_t capacity,
                                       uint32_t* bins, uint32_t* keys, CutShared& shared,
                                       Cut& narrow) {
-  constexpr int kAtOnce = 2;  // loads that overlap
+  constexpr int kAtOnce = kThreads < 1024 ? 4 : 2;  // loads that overlap
   BlockBins coarse{bins};
 #pragma unroll 1
   for (uint32_t first = threadIdx.x; first < sample.size; first += kAtOnce * kThreads) {
@@ -348,14 +348,14 @@ __device__ uint32_t sampled_threshold(const Row& row, const SampleShape& sample,
   coarse.finish();
   find_bin<kThreads>(sample.rank, coarse, shared);
   // These bins do where they let no more through than there is ample room for.
-  const uint32_t threshold =
-      sample.threshold({ValueBins::least_key(shared.bin), 0, shared.need, shared.entries}, row.len,
-                       capacity / 4 * 3);
+  const Cut bin = ValueBins::cut(shared.bin, shared.need, shared.entries);
+  const uint32_t threshold = sample.threshold(bin, row.len, capacity / 4 * 3);
   if (threshold != 0) return threshold;
-  narrow = find_cut<kThreads>(sample.cut(), 3, 0, BlockBins{bins}, shared, [&](auto use) {
+  narrow = find_cut<kThreads>(
+      bin.bits < 32 ? bin : sample.cut(), 3, 0, BlockBins{bins}, shared, [&](auto use) {
 #pragma unroll 1
-    for (uint32_t part = threadIdx.x; part < sample.size; part += kThreads) use(keys[part]);
-  });
+        for (uint32_t part = threadIdx.x; part < sample.size; part += kThreads) use(keys[part]);
+      });
   return sample.threshold(narrow, row.len, capacity);
 }
 
@@ -372,43 +372,56 @@ __device__ inline uint32_t byte_sum(uint32_t bytes) {
   return (bytes & 0xFF) + (bytes >> 8 & 0xFF) + (bytes >> 16 & 0xFF) + (bytes >> 24);
 }
 
-/// The ranks of marked entries over a block whose threads hold up to eight groups each, in the
-/// order of warp, group, lane, entry: bit 4 * group + entry of the mask.
+/// The ranks of marked entries over a block whose threads hold up to 4 * kQuads groups each, in the
+/// order of warp, group, lane, entry: bit 4 * (group % 4) + entry of mask group / 4.
+template <int kQuads>
 struct MarkRanks {
-  uint32_t marks;
-  WarpSum low, high;  // a byte for each group
-  uint32_t before;    // this warp
-  uint32_t total;     // of the block
+  uint32_t marks[kQuads];
+  uint32_t lanes_before[kQuads], totals[kQuads];  // in this warp, a byte for each group
+  uint32_t before;                                // this warp
+  uint32_t total;                                 // of the block
 
-  /// Every thread of the block calls it; shared.sums may be used again after the next barrier.
+  /// Every thread of the block calls it. Behind the next barrier `sums`, one for each warp, may be
+  /// used again.
   template <int kThreads>
-  __device__ static MarkRanks of(uint32_t marks, CutShared& shared) {
+  __device__ static MarkRanks of(const uint32_t (&marks)[kQuads], uint32_t* sums) {
     constexpr int kWarps = kThreads / cuda::kWarpThreads;
     const uint32_t lane = threadIdx.x % cuda::kWarpThreads;
     const uint32_t warp = threadIdx.x / cuda::kWarpThreads;
-    MarkRanks ranks{marks, WarpSum(group_counts(marks & 0xFFFF)),
-                    WarpSum(group_counts(marks >> 16)), 0, 0};
-    if (lane == 0) shared.sums[warp] = byte_sum(ranks.low.total) + byte_sum(ranks.high.total);
+    MarkRanks ranks{};
+    uint32_t own = 0;
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+      const WarpSum sum(group_counts(marks[q]));
+      ranks.marks[q] = marks[q];
+      ranks.lanes_before[q] = sum.before;
+      ranks.totals[q] = sum.total;
+      own += byte_sum(sum.total);
+    }
+    if (lane == 0) sums[warp] = own;
     __syncthreads();
-    const WarpSum warps(lane < kWarps ? shared.sums[lane] : 0);
-    ranks.before = __shfl_sync(0xFFFFFFFF, warps.before, static_cast<int>(warp));
-    ranks.total = warps.total;
+    const uint32_t other = lane < kWarps ? sums[lane] : 0;
+    ranks.before = __reduce_add_sync(0xFFFFFFFF, lane < warp ? other : 0);
+    ranks.total = __reduce_add_sync(0xFFFFFFFF, other);
     return ranks;
   }
 
-  /// Calls emit(rank, group, entry) for the marked entries of the first `groups` groups, with
-  /// `first` of them before the block.
+  /// Calls emit(rank, group, entry) for the marked entries, all of which are in the first `groups`
+  /// groups, with `first` of them before the block.
   template <class Emit>
-  __device__ void emit(uint32_t first, int groups, Emit emit) const {
+  __device__ void emit(uint32_t first, uint32_t groups, Emit emit) const {
     uint32_t at = first + before;
+#pragma unroll
+    for (uint32_t q = 0; q < kQuads; ++q) {
+      if (4 * q >= groups) break;
 #pragma unroll 1
-    for (int j = 0; j < groups; ++j) {
-      const int shift = 8 * (j % 4);
-      uint32_t rank = at + ((j < 4 ? low.before : high.before) >> shift & 0xFF);
-      for (uint32_t left = marks >> (4 * j) & 0xF; left != 0; left &= left - 1) {
-        emit(rank++, j, __ffs(static_cast<int>(left)) - 1);
+      for (uint32_t j = 0; j < 4; ++j) {
+        uint32_t rank = at + (lanes_before[q] >> (8 * j) & 0xFF);
+        for (uint32_t left = marks[q] >> (4 * j) & 0xF; left != 0; left &= left - 1) {
+          emit(rank++, 4 * q + j, __ffs(static_cast<int>(left)) - 1);
+        }
+        at += totals[q] >> (8 * j) & 0xFF;
       }
-      at += (j < 4 ? low.total : high.total) >> shift & 0xFF;
     }
   }
 };

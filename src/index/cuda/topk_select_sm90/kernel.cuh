@@ -1,6 +1,6 @@
 #pragma once
 
-#include "src/core/cuda/async_copy.cuh"
+#include "src/core/cuda/bulk_copy.cuh"
 #include "src/core/cuda/cluster.cuh"
 #include "src/index/cuda/topk_cut.cuh"
 #include "src/index/cuda/topk_select_sm90/config.h"
@@ -30,6 +30,7 @@ struct SharedMemory {
   uint32_t positions[kMaxCandidates];
   uint32_t bins[kBins];  // zero between uses
   CutShared cut;
+  cuda::Mbarrier full;           // the part has come
   uint32_t largest_key;          // of the part's candidates
   uint32_t counts[kMaxBlocks];   // of candidates; then better entries and ties, 16 bits each
   uint32_t largest[kMaxBlocks];  // keys of the blocks' candidates, in the first block
@@ -72,49 +73,58 @@ struct Part {
   }
 };
 
-static_assert(kBlockGroups <= 8 * kThreads, "a mask has eight groups");
+constexpr int kQuads = static_cast<int>(kBlockGroups / 4 / kThreads);
 
-/// Starts to copy the part; NaN in place of what is outside of the window, which is not read. A
-/// thread copies the groups that it marks.
-__device__ inline void copy_part(const Row& row, const Part& part, float* values) {
-  for (uint32_t j = 0; j < part.of_thread; ++j) {
-    const uint32_t local = part.local(j);
-    if (local >= part.count) break;
-    const uint32_t g = part.first + local;
-    if (4 * g >= row.before && 4 * g + 4 <= row.before + row.len) {
-      cuda::copy_async<16>(&values[4 * local], row.groups + uint64_t{g} * 4, true);
-      continue;
-    }
+/// Starts to copy the part, by one thread; NaN in place of what is outside of the window, which is
+/// not read.
+__device__ inline void copy_part(const Row& row, const Part& part, SharedMemory& shared) {
+  const uint32_t begin = max(part.first, row.before > 0 ? 1u : 0u);
+  const uint32_t end = min(part.first + part.count, (row.before + row.len) / 4);
+  const uint32_t whole = end > begin ? end - begin : 0;  // groups inside of the window
+  cuda::mbarrier_arrive_expecting(shared.full, static_cast<int>(16 * whole));
+  if (whole > 0) {
+    cuda::copy_bulk(&shared.values[4 * (begin - part.first)], row.groups + uint64_t{begin} * 4,
+                    static_cast<int>(16 * whole), shared.full, cuda::cache_policy_once());
+  }
+  // The row's first group and its last one.
+  for (uint32_t g : {0u, row.num_groups() - 1}) {
+    if (g < part.first || g >= part.first + part.count || (g >= begin && g < end)) continue;
     for (int i = 0; i < 4; ++i) {
       const uint32_t pos = row.position(g, i);
-      values[4 * local + i] = pos < row.len ? row.at(pos) : __uint_as_float(0x7FC00000);
+      shared.values[4 * (g - part.first) + i] =
+          pos < row.len ? row.at(pos) : __uint_as_float(0x7FC00000);
     }
   }
 }
 
 /// Marks this thread's entries of the part that reach the threshold, or all; raises `largest` to
 /// their values. What is outside of the window is NaN and reaches nothing.
-__device__ inline uint32_t mark_candidates(const Row& row, const Part& part, bool all,
-                                           uint32_t threshold, const float* values,
-                                           float& largest) {
+__device__ inline void mark_candidates(const Row& row, const Part& part, bool all,
+                                       uint32_t threshold, const float* values,
+                                       uint32_t (&marks)[kQuads], float& largest) {
   const float least = value_of(threshold);
-  uint32_t marks = 0;
+  uint64_t reaching = 0;
+  // Instructions come from cold memory, too: few of them.
+#pragma unroll 2
   for (uint32_t j = 0; j < part.of_thread; ++j) {
     const uint32_t local = part.local(j);
     if (local >= part.count) break;
     const float4 group = reinterpret_cast<const float4*>(values)[local];
     const float entries[4] = {group.x, group.y, group.z, group.w};
-    uint32_t reaching = 0;
+    uint32_t own = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (all ? row.position(part.first + local, i) < row.len : entries[i] >= least) {
-        reaching |= 1u << i;
-      }
+      if (entries[i] >= least) own |= 1u << i;
       largest = fmaxf(largest, entries[i]);
     }
-    marks |= reaching << (4 * j);
+    if (all) {
+      own = 0;
+      for (int i = 0; i < 4; ++i) own |= (row.position(part.first + local, i) < row.len) << i;
+    }
+    reaching |= uint64_t{own} << (4 * j);
   }
-  return marks;
+#pragma unroll
+  for (int q = 0; q < kQuads; ++q) marks[q] = static_cast<uint32_t>(reaching >> (16 * q)) & 0xFFFF;
 }
 
 /// The mask of the thread's entries of a step for which is(value, position) holds.
@@ -185,20 +195,22 @@ struct ClusterBins {
   __device__ void finish() {
     flush(kBins);
     sync_cluster();
-    // A pair of bins of one block for each thread.
-    static_assert(kShare / 2 * kBlocks == kThreads);
-    const uint32_t pair = threadIdx.x % (kShare / 2) * 2;
-    const uint2 both = cuda::load_from_cluster(
-        reinterpret_cast<const uint2*>(&bins[rank * kShare + pair]), threadIdx.x / (kShare / 2));
-    if (both.x > 0) atomicAdd(&sums[pair], both.x);
-    if (both.y > 0) atomicAdd(&sums[pair + 1], both.y);
+    // Pairs of bins of one block for each thread.
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < kBins / 2; i += kThreads) {
+      const uint32_t pair = i % (kShare / 2) * 2;
+      const uint2 both = cuda::load_from_cluster(
+          reinterpret_cast<const uint2*>(&bins[rank * kShare + pair]), i / (kShare / 2));
+      if (both.x > 0) atomicAdd(&sums[pair], both.x);
+      if (both.y > 0) atomicAdd(&sums[pair + 1], both.y);
+    }
     __syncthreads();
 #pragma unroll
     for (uint32_t i = threadIdx.x; i < kBins; i += kThreads) {
       cuda::store_to_cluster(&totals[rank * kShare + i % kShare], i / kShare, sums[i % kShare]);
     }
     sync_cluster();
-    if (threadIdx.x < kShare) sums[threadIdx.x] = 0;
+    for (uint32_t i = threadIdx.x; i < kShare; i += kThreads) sums[i] = 0;
   }
   __device__ void take(int top, uint32_t (&counts)[kTaken]) {
 #pragma unroll
@@ -209,47 +221,46 @@ struct ClusterBins {
   }
 };
 
-/// The first block: the best K of the row's `count` candidates.
-__device__ inline void select_candidates(const TopkRows& rows, int64_t t, const Cut& candidates,
-                                         uint32_t len, SharedMemory& shared) {
-  constexpr int kMostGroups = static_cast<int>(kMaxCandidates / 4 / kThreads);
+/// Writes the best of row t from its candidates, in order of position; `cut` is a range of keys
+/// that begins at or below all of them. Keys and positions are at multiples of 16 bytes, and may be
+/// read up to a multiple of four.
+__device__ inline void select_candidates(const TopkRows& rows, int64_t t, const Cut& cut,
+                                         const uint32_t* keys, const uint32_t* positions,
+                                         uint32_t* bins, CutShared& shared) {
+  static_assert(kMaxCandidates <= 4 * 4 * kThreads, "a mask has four groups");
   const uint32_t lane = threadIdx.x % cuda::kWarpThreads;
   const uint32_t warp = threadIdx.x / cuda::kWarpThreads;
-  const uint32_t count = candidates.entries;
+  const uint32_t count = cut.entries;
   const uint32_t groups = (count + 4 * kThreads - 1) / (4 * kThreads);
   const auto entry = [&](uint32_t j, uint32_t i) {
     return 4 * ((warp * groups + j) * cuda::kWarpThreads + lane) + i;
   };
-  uint32_t keys[kMostGroups][4];
-#pragma unroll
-  for (uint32_t j = 0; j < kMostGroups; ++j) {
-    uint4 all = make_uint4(0, 0, 0, 0);
-    if (j < groups) all = *reinterpret_cast<const uint4*>(&shared.keys[entry(j, 0)]);
-    keys[j][0] = all.x, keys[j][1] = all.y, keys[j][2] = all.z, keys[j][3] = all.w;
-  }
   const auto each_candidate = [&](auto use) {
-#pragma unroll
-    for (uint32_t j = 0; j < kMostGroups; ++j) {
-      if (j >= groups) break;
+#pragma unroll 1
+    for (uint32_t j = 0; j < groups; ++j) {
+      const uint32_t first = entry(j, 0);
+      if (first >= count) break;
+      const uint4 all = *reinterpret_cast<const uint4*>(&keys[first]);
+      const uint32_t own[4] = {all.x, all.y, all.z, all.w};
 #pragma unroll
       for (uint32_t i = 0; i < 4; ++i) {
-        if (entry(j, i) < count) use(j, i, keys[j][i]);
+        if (first + i < count) use(j, i, own[i]);
       }
     }
   };
   // Candidates are in order of position: their places do for positions.
-  const Entry last = find_last<kThreads>(candidates, count, shared.bins, shared.cut, [&](auto use) {
+  const Entry last = find_last<kThreads>(cut, count, bins, shared, [&](auto use) {
     each_candidate([&](uint32_t j, uint32_t i, uint32_t key) { use(key, entry(j, i)); });
   });
-  uint32_t marks = 0;
+  uint32_t marks[1] = {0};
   each_candidate([&](uint32_t j, uint32_t i, uint32_t key) {
-    if (Entry{key, entry(j, i)}.reaches(last)) marks |= 1u << (4 * j + i);
+    if (Entry{key, entry(j, i)}.reaches(last)) marks[0] |= 1u << (4 * j + i);
   });
-  const MarkRanks ranks = MarkRanks::of<kThreads>(marks, shared.cut);
+  const auto ranks = MarkRanks<1>::of<kThreads>(marks, shared.sums);
   int32_t* const out = rows.out(t);
-  ranks.emit(0, static_cast<int>(groups), [&](uint32_t to, int j, int i) {
-    const uint32_t from = entry(static_cast<uint32_t>(j), static_cast<uint32_t>(i));
-    out[to] = rows.index(t, static_cast<int32_t>(shared.positions[from]));
+  ranks.emit(0, groups, [&](uint32_t to, uint32_t j, int i) {
+    const uint32_t pos = positions[entry(j, static_cast<uint32_t>(i))];
+    out[to] = rows.index(t, static_cast<int32_t>(pos));
   });
 }
 
@@ -261,10 +272,11 @@ __device__ bool select_sampled(const TopkRows& rows, int64_t t, const Row& row, 
                                SharedMemory& shared) {
   float most = -INFINITY;
   const bool all = row.len <= capacity;
-  const uint32_t marks = mark_candidates(row, part, all, threshold, shared.values, most);
+  uint32_t marks[kQuads];
+  mark_candidates(row, part, all, threshold, shared.values, marks, most);
   const uint32_t largest = __reduce_max_sync(0xFFFFFFFF, key_of(most));
   if (threadIdx.x % cuda::kWarpThreads == 0) atomicMax(&shared.largest_key, largest);
-  const MarkRanks ranks = MarkRanks::of<kThreads>(marks, shared.cut);
+  const auto ranks = MarkRanks<kQuads>::of<kThreads>(marks, shared.cut.sums);
   uint32_t count = ranks.total, first = 0, largest_key = shared.largest_key;
   if constexpr (kBlocks > 1) {
     show_count<kBlocks>(ranks.total, rank, shared);
@@ -278,8 +290,8 @@ __device__ bool select_sampled(const TopkRows& rows, int64_t t, const Row& row, 
     }
   }
   if (count < topk || count > capacity) return false;
-  ranks.emit(first, static_cast<int>(part.of_thread), [&](uint32_t to, int j, int i) {
-    const uint32_t local = part.local(static_cast<uint32_t>(j));
+  ranks.emit(first, part.of_thread, [&](uint32_t to, uint32_t j, int i) {
+    const uint32_t local = part.local(j);
     const uint32_t key = key_of(shared.values[4 * local + i]);
     const uint32_t pos = row.position(part.first + local, i);
     if constexpr (kBlocks > 1) {
@@ -298,8 +310,8 @@ __device__ bool select_sampled(const TopkRows& rows, int64_t t, const Row& row, 
   } else {
     __syncthreads();
   }
-  select_candidates(rows, t, {threshold, bits_of(largest_key - threshold), topk, count}, row.len,
-                    shared);
+  select_candidates(rows, t, {threshold, bits_of(largest_key - threshold), topk, count},
+                    shared.keys, shared.positions, shared.bins, shared.cut);
   return true;
 }
 
@@ -373,16 +385,31 @@ __device__ void select_from_all(const TopkRows& rows, int64_t t, const Row& row,
   }
 }
 
+/// The block's columns come while the length of the row does, by one thread.
+__device__ inline void prefetch_columns(const TopkRows& rows, int64_t t, uint32_t rank,
+                                        uint32_t num_blocks) {
+  const float* const columns = rows.columns(t);
+  if (columns == nullptr) return;
+  const auto at = [&](int64_t column) {  // of 16 bytes, not before and not behind the row
+    return (reinterpret_cast<uintptr_t>(columns + column) + (rank == 0 ? 15 : 0)) / 16 * 16;
+  };
+  const uintptr_t begin = at(rows.width() * rank / num_blocks);
+  const uintptr_t end =
+      reinterpret_cast<uintptr_t>(columns + rows.width() * (rank + 1) / num_blocks) / 16 * 16;
+  if (begin < end) {
+    cuda::prefetch_bulk(reinterpret_cast<const void*>(begin), static_cast<int>(end - begin));
+  }
+}
+
 template <int kBlocks>
 __device__ void select_row(const TopkRows& rows, uint32_t topk, uint32_t capacity,
                            SharedMemory& shared) {
   const int64_t t = blockIdx.x / kBlocks;
   const uint32_t rank = kBlocks > 1 ? cuda::cluster_rank() : 0;
-  // The block's columns come while the length of the row does.
-  const float* const columns = rows.columns(t);
-  const int64_t ahead = rows.width() * rank / kBlocks + int64_t{threadIdx.x} * 32;
-  if (columns != nullptr && ahead < rows.width() * (rank + 1) / kBlocks) {
-    cuda::prefetch_l2(columns + ahead);
+  if (threadIdx.x == 0) {
+    cuda::mbarrier_init(shared.full, 1);
+    cuda::show_barriers_to_copies();
+    prefetch_columns(rows, t, rank, kBlocks);
   }
   const TopkWindow window = rows.window(t);
   if (window.len <= topk) {
@@ -395,9 +422,11 @@ __device__ void select_row(const TopkRows& rows, uint32_t topk, uint32_t capacit
   if constexpr (kBlocks > 1) cuda::cluster_arrive();
   const Row row(rows.logits(t, window), window.len);
   const Part part(row.num_groups(), rank, kBlocks);
-  copy_part(row, part, shared.values);
+  if (threadIdx.x == 0) {
+    copy_part(row, part, shared);
+    shared.largest_key = shared.cut.listed = 0;
+  }
   for (int i = threadIdx.x; i < kBins; i += kThreads) shared.bins[i] = 0;
-  if (threadIdx.x == 0) shared.largest_key = shared.cut.listed = 0;
   __syncthreads();
   uint32_t threshold = 0;
   Cut narrow{0, 32, 0, 0};
@@ -405,7 +434,7 @@ __device__ void select_row(const TopkRows& rows, uint32_t topk, uint32_t capacit
     threshold = sampled_threshold<kThreads>(row, SampleShape(row.len, topk), capacity, shared.bins,
                                             shared.sample(), shared.cut, narrow);
   }
-  cuda::wait_for_copies();                          // a thread marks what it has copied
+  cuda::mbarrier_wait(shared.full, 0);
   if constexpr (kBlocks > 1) cuda::cluster_wait();  // all blocks have started
   if ((row.len <= capacity || threshold != 0) &&
       select_sampled<kBlocks>(rows, t, row, part, topk, capacity, threshold, rank, shared)) {

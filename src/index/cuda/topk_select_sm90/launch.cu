@@ -11,7 +11,7 @@ namespace {
 using namespace topk_sm90;
 
 // Shorter rows are as fast in one block.
-constexpr int64_t kMinWidth = 49152;
+constexpr int64_t kMinWidth = 16384;
 // More rows fill the device, a block each.
 constexpr int64_t kMaxRows = 16;
 // Columns of a block when there are multiprocessors enough.
