@@ -40,8 +40,11 @@ struct MsaBatch {
 
   /// Row `t` of request `request`, which owns `range`.
   FOVEA_HOST_DEVICE MsaRow row(int64_t request, MsaRowRange range, int64_t t) const {
+    return row(request, range, t, kv_len(request));
+  }
+  /// The same where kv_len of the request is at hand.
+  FOVEA_HOST_DEVICE MsaRow row(int64_t request, MsaRowRange range, int64_t t, int64_t len) const {
     MsaRow result;
-    int64_t len = kv_len(request);
     const int64_t capacity = max_pages * block_size;
     if (len > capacity) len = capacity;
     if (len <= 0) return result;

@@ -20,7 +20,7 @@ namespace fovea::test::gpu {
 
 int64_t run_msa_attend_decode(const MsaAttendProblem& problem, const MsaAttendTensors& tensors) {
   const Device device{DeviceKind::kCuda, 0};
-  const int64_t parts = internal::msa::decode::cut_of(problem, device).parts;
+  const int64_t parts = internal::msa::decode::parts_of(problem, device);
   Settings& now = settings();
   now.cluster_blocks = static_cast<unsigned>(parts);
   now.shared_memory = internal::msa::decode::memory;

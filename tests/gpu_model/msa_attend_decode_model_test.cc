@@ -22,14 +22,13 @@ TEST_F(MsaAttendDecodeModel, FollowsTheReferenceForEveryShape) {
   expect_reference_for_every_shape();
 }
 
-// From a whole list a block to the largest cluster, with one group of warps in a block and with
-// two; the lengths leave the last parts without steps.
+// From a whole list a block to the largest cluster; the lengths leave the last parts without steps.
 TEST_F(MsaAttendDecodeModel, EveryNumberOfPartsFollowsTheReference) {
   for (const int64_t parts : {1, 2, 4, 8, 16}) {
-    for (const bool paired : {false, true}) {
-      SCOPED_TRACE(std::to_string(parts) + (paired ? " paired" : ""));
-      // A tile a part, twice the multiprocessors; or just as many of these.
-      const int64_t topk = paired ? 2 * parts : 64;
+    for (const bool tile_each : {false, true}) {
+      SCOPED_TRACE(std::to_string(parts) + (tile_each ? ", a tile each" : ""));
+      // Limited by multiprocessors, of which each takes two blocks, or by a tile a group.
+      const int64_t topk = tile_each ? 4 * parts : 64;
       AttendCase attend(PagedBatch({700, 17}, {1, 1}, 32, 5, 60), 6, 2, 128, topk);
       attend.has_sink = true;
       attend.sink = Tensor::f32({6}, test::Rng(4).normals(6, 2));
@@ -38,7 +37,9 @@ TEST_F(MsaAttendDecodeModel, EveryNumberOfPartsFollowsTheReference) {
         std::iota(all.begin(), all.end(), 0);
         attend.set_list(g, 0, all);
       }
-      test::gpu::settings().num_sms = static_cast<int>(paired ? 8 * parts : 4 * parts);
+      test::gpu::settings().num_sms = static_cast<int>(tile_each   ? 64
+                                                       : parts > 2 ? 4 * parts
+                                                                   : 2 * parts);
       EXPECT_EQ(expect_reference(attend), parts);
     }
   }

@@ -34,4 +34,11 @@ __device__ inline void prefetch(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
+/// Loads a parameter here, for whoever needs its line of the constant cache later.
+__device__ inline void load_here(int x) {
+  // An instruction that the compiler must keep; whether it runs makes no difference.
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.eq.s32 p, %0, 0x7fffabcd;\n@p nanosleep.u32 0;\n}\n" ::"r"(x));
+}
+
 }  // namespace fovea::internal::cuda

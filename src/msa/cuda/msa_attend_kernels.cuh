@@ -22,11 +22,15 @@ struct HeadResult {
   bool empty;
 };
 
+__device__ inline float natural_lse(float largest, float sum) {
+  return fmaf(largest, 0.693147181f, logf(sum));
+}
+
 __device__ inline HeadResult finish_head(const AttendParams& params, int64_t kv_head, int64_t head,
                                          float largest, float sum) {
   HeadResult result{kNegInf, 0.0f, sum == 0};
   if (result.empty) return result;
-  result.lse = fmaf(largest, 0.693147181f, logf(sum));
+  result.lse = natural_lse(largest, sum);
   result.factor = 1.0f / sum;
   const MsaAttendInputs& inputs = params.inputs;
   if (inputs.sink) result.factor *= sink_factor(inputs.sink(head), result.lse);

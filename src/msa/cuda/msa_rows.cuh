@@ -41,44 +41,67 @@ __device__ inline MsaRow find_msa_row(const MsaDeviceRows& rows, int64_t t) {
   return find_msa_place(rows, t).row(rows.batch, t);
 }
 
-/// find_msa_place() from the untrusted offsets themselves, for few requests and rows of 32 bits:
-/// the first offset above t ends the request of t, and those before it never reach further than its
-/// beginning. Every lane of the warp calls it, with one t.
-__device__ inline MsaRowPlace seek_msa_place(const MsaBatch& batch, int64_t t) {
-  constexpr uint32_t kAllLanes = 0xFFFFFFFF;
-  constexpr int kLoads = 5;  // at a time: 128 requests take one way to memory
-  constexpr int kNone = INT32_MAX;
-  const int lane = threadIdx.x % cuda::kWarpThreads;
-  const int count = static_cast<int>(batch.num_requests()) + 1;
-  const auto row = static_cast<int32_t>(t);
-  int32_t begin = 0;
-  for (int base = lane; base < count + lane; base += kLoads * cuda::kWarpThreads) {
-    int32_t offsets[kLoads];
+/// The warp's next 32 * kLoads offsets, as they are; 0, where there is none, ends no request.
+template <int kLoads>
+struct MsaOffsets {
+  int32_t x[kLoads];
+
+  __device__ void load(const MsaBatch& batch, int base) {
+    const auto count = static_cast<int>(batch.q_indptr.shape[0]);
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
-      const int i = base + k * cuda::kWarpThreads;
-      offsets[k] = i < count ? static_cast<int32_t>(batch.offset(i)) : 0;
+      const int i =
+          base + k * cuda::kWarpThreads + static_cast<int>(threadIdx.x) % cuda::kWarpThreads;
+      x[k] = i < count ? batch.q_indptr(i) : 0;
     }
-    int own = kNone;
+  }
+};
+
+/// find_msa_place() from the untrusted offsets themselves, for few requests and rows of 32 bits:
+/// the first offset above t ends the request of t, and those before it never reach further than its
+/// beginning. `offsets` are the first ones. Every lane of the warp calls it, with one t.
+template <int kLoads>
+__device__ inline MsaRowPlace seek_msa_place(const MsaBatch& batch, int64_t t,
+                                             MsaOffsets<kLoads> offsets) {
+  constexpr uint32_t kAllLanes = 0xFFFFFFFF;
+  const int lane = threadIdx.x % cuda::kWarpThreads;
+  const auto count = static_cast<int>(batch.q_indptr.shape[0]);
+  const auto row = static_cast<int32_t>(t);
+  const auto rows = static_cast<int32_t>(batch.num_rows);
+  int32_t begin = 0;
+  for (int base = 0;;) {
+    int first = INT32_MAX;
     int32_t end = 0;
 #pragma unroll
     for (int k = kLoads - 1; k >= 0; --k) {
-      if (offsets[k] <= row) continue;
-      own = base + k * cuda::kWarpThreads;
-      end = offsets[k];
+      const uint32_t above = __ballot_sync(kAllLanes, offsets.x[k] > row);
+      if (above == 0) continue;
+      first = base + k * cuda::kWarpThreads + __ffs(static_cast<int>(above)) - 1;
+      end = min(offsets.x[k], rows);
     }
-    const int first = __reduce_min_sync(kAllLanes, own);
     int32_t before = 0;
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
-      if (base + k * cuda::kWarpThreads < first) before = max(before, offsets[k]);
+      if (base + k * cuda::kWarpThreads + lane < first) before = max(before, offsets.x[k]);
     }
     begin = max(begin, __reduce_max_sync(kAllLanes, before));
-    if (first == kNone) continue;
-    end = __reduce_max_sync(kAllLanes, own == first ? end : 0);
-    return first == 0 ? MsaRowPlace{} : MsaRowPlace{first - 1, {begin, end}};
+    if (first != INT32_MAX) {
+      end = __shfl_sync(kAllLanes, end, first % cuda::kWarpThreads);
+      return first == 0 ? MsaRowPlace{} : MsaRowPlace{first - 1, {begin, end}};
+    }
+    base += kLoads * cuda::kWarpThreads;
+    if (base >= count) return {};
+    offsets.load(batch, base);
   }
-  return {};
+}
+
+/// So many offsets take one way to memory.
+inline constexpr int kMsaManyLoads = 5;
+
+__device__ inline MsaRowPlace seek_msa_place(const MsaBatch& batch, int64_t t) {
+  MsaOffsets<kMsaManyLoads> offsets;
+  offsets.load(batch, 0);
+  return seek_msa_place(batch, t, offsets);
 }
 
 __device__ inline MsaRow seek_msa_row(const MsaBatch& batch, int64_t t) {

@@ -9,8 +9,9 @@
 
 // Products stand on their side: logits are keys times queries, [64 tokens][16 heads], sums are
 // values times weights, [channels][16 heads], so that 16 heads fill the tensor cores and a thread
-// has 16 sums. Warp w of a group has tokens 16 w .. 16 w + 15 of a tile: it copies their rows and
-// weighs them; only the sums go over the tokens of all warps.
+// has 16 sums. A weight is the sum of two bf16, which are 32 columns, so that an infinite value is
+// NaN at most in the sums of rests. Warp w of a group has tokens 16 w .. 16 w + 15 of a tile: it
+// copies their rows and weighs them; only the sums go over the tokens of all warps.
 //
 // Lane (g, c) = (lane / 4, lane % 4) of warp w has, for heads 8 j + 2 c + e in place 2 j + e:
 //   logits  tokens 16 w + g and + 8
@@ -26,7 +27,7 @@ constexpr int kPlaces = 4;  // heads of a lane
 // The steps [first, end) of a list, four at a time, one of them the warp's.
 class TileWalk {
  public:
-  __device__ TileWalk(const AttendParams& params, const MsaRow& row, const ListMemory& list,
+  __device__ TileWalk(const AttendParams& params, int32_t end_token, const ListMemory& list,
                       int warp, int first, int end)
       : params_(params),
         list_(list),
@@ -34,9 +35,8 @@ class TileWalk {
         block_((first + warp) / params.steps_per_block),
         index_((first + warp) % params.steps_per_block),
         left_(end - first),
-        end_token_(static_cast<int32_t>(msa_row_end(row, params.causal))) {}
+        end_token_(end_token) {}
   __device__ bool done() const { return left_ <= 0; }
-  // max_pages * block_size fits 32 bits.
   __device__ Step step() const {
     if (warp_ >= left_) return {0, 0, 0};
     const int token = index_ * kStepKeys;
@@ -65,8 +65,12 @@ class TileWalk {
 template <int kDim, bool kOnce>
 class GroupWork {
   using Memory = GroupMemory<kDim>;
-  using OneTile = Tile<kDim>;
-  static constexpr int kPanels = OneTile::kPanels;
+  using OneHalf = Half<kDim>;
+  static constexpr int kPanels = OneHalf::kPanels;
+  static constexpr int kHalves = Memory::kHalves;
+  static constexpr int kQueryPanel = kMaxGroup * cuda::kPanelRowBytes;
+  static constexpr int kColumns = 2 * kMaxGroup;  // of weights
+  static constexpr int kRestAt = kMaxGroup * cuda::kPanelRowBytes;
   static constexpr int kUnits = kDim / 8;
   static constexpr int kUnitBytes = 16;
   static constexpr int kTokens = kWarpThreads / kUnits;  // that a warp copies at a time
@@ -74,8 +78,8 @@ class GroupWork {
   static constexpr float kSlack = 8;                     // weights up to 2^8
 
  public:
-  __device__ GroupWork(const AttendParams& params, Memory& shared)
-      : params_(params), shared_(shared) {}
+  __device__ GroupWork(const AttendParams& params, Memory& shared, uint8_t* queries)
+      : params_(params), shared_(shared), queries_(queries) {}
 
   // Before anything else.
   __device__ void prepare(int64_t kv_head) {
@@ -86,7 +90,7 @@ class GroupWork {
     unit_ = lane % kUnits;
     token_ = lane / kUnits;
     row_at_ =
-        unit_ / 8 * OneTile::kPanelBytes + (warp_ * kStepKeys + token_) * cuda::kPanelRowBytes;
+        unit_ / 8 * OneHalf::kPanelBytes + (warp_ * kStepKeys + token_) * cuda::kPanelRowBytes;
 #pragma unroll
     for (int i = 0; i < kTurns; ++i) {
       turned_[i] = static_cast<uint32_t>(cuda::panel_offset(i * kTokens + token_, unit_ % 8)) %
@@ -99,34 +103,29 @@ class GroupWork {
     scale_ = params_.softmax_scale * 1.44269504f;
   }
 
-  // By all warps of the group but the first, which may have the list to read.
+  // By all warps of the block but the first, which has the list to read.
   __device__ void copy_queries(int64_t t, int64_t kv_head) const {
-    const int thread = threadIdx.x % kGroupThreads - kWarpThreads;
-    if (thread < 0) return;
     const auto* const first = static_cast<const bf16_t*>(params_.q) + t * params_.q_row +
                               kv_head * params_.group * params_.q_head;
-#pragma unroll
-    for (int i = thread; i < kMaxGroup * kUnits; i += kGroupThreads - kWarpThreads) {
-      const int head = i / kUnits;
-      const int unit = i % kUnits;
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x - kWarpThreads; i < kMaxGroup * kUnits;
+         i += kThreads - kWarpThreads) {
+      const int head = static_cast<int>(i / kUnits);
+      const int unit = static_cast<int>(i % kUnits);
       const bool present = head < params_.group && 8 * unit < params_.head_dim;
       cuda::copy_async<kUnitBytes>(
-          shared_.queries + unit / 8 * Memory::kQueryPanel + cuda::panel_offset(head, unit % 8),
+          queries_ + unit / 8 * kQueryPanel + cuda::panel_offset(head, unit % 8),
           first + (present ? head * params_.q_head + 8 * unit : 0), present);
     }
+    cuda::wait_for_copies();
+    cuda::shared_stores_before_wgmma();
   }
 
   // Leaves the sums of the steps [first, end) in shared memory, for whoever comes to a barrier
   // behind it.
-  __device__ void run(const MsaRow& row, const ListMemory& list, int first, int end) {
-    const TileWalk steps(params_, row, list, warp_, first, end);
-    bool careful = false;
-    while (true) {
-      walk(steps, careful);
-      if (!leave_states() || careful) break;
-      // The rest of a weight times an infinite value is NaN: once more, without such products.
-      careful = true;
-    }
+  __device__ void run(int32_t end_token, const ListMemory& list, int first, int end) {
+    walk({params_, end_token, list, warp_, first, end});
+    leave_states();
     leave_sums();
   }
 
@@ -138,39 +137,24 @@ class GroupWork {
     return place / 2 * 8 + 2 * static_cast<int>(threadIdx.x % 4) + place % 2;
   }
 
-  // Pools have equal strides.
-  __device__ void fetch(const Step& step, OneTile& tile) const {
-    const MsaPool& k = params_.inputs.k;
-    const int64_t first = 2 * (step.page * k.page_stride + step.token * k.token_stride);
-    if (params_.head_dim == kDim && step.count >= kStepKeys) {
-      copy(first, tile, [](int) { return true; });
-    } else {
-      const bool inside = 8 * unit_ < params_.head_dim;
-      copy(first, tile, [&](int token) { return inside && token < step.count; });
-    }
-  }
-  template <class Present>
-  __device__ void copy(int64_t first, OneTile& tile, Present present) const {
+  // The warp's rows of a step, from the lane's piece of the first one.
+  __device__ void copy(const uint8_t* from, int count, OneHalf& half) const {
     const int64_t pitch = 2 * kTokens * params_.inputs.k.token_stride;
-    const uint8_t* key = keys_ + first;
-    const uint8_t* value = values_ + first;
+    if (8 * unit_ >= params_.head_dim) count = 0;
     // The piece of a row comes last, and not by an addition: nvcc 13.0 makes an illegal instruction
     // of a copy with a policy to a place that is the sum of something of the lane and something of
     // the whole warp.
     uint8_t* to[kTurns];
 #pragma unroll
     for (int i = 0; i < kTurns; ++i) {
-      uint8_t* const row = tile.keys + row_at_ + i * kTokens * cuda::kPanelRowBytes;
+      uint8_t* const row = half.rows + row_at_ + i * kTokens * cuda::kPanelRowBytes;
       to[i] = reinterpret_cast<uint8_t*>(reinterpret_cast<uintptr_t>(row) ^ turned_[i]);
     }
 #pragma unroll
     for (int i = 0; i < kStepKeys / kTokens; ++i) {
-      const bool is_present = present(i * kTokens + token_);
-      uint8_t* const at = to[i % kTurns] + i / kTurns * 8 * cuda::kPanelRowBytes;
-      copy_unit(at, key, is_present);
-      copy_unit(at + sizeof(tile.keys), value, is_present);
-      key += pitch;
-      value += pitch;
+      copy_unit(to[i % kTurns] + i / kTurns * 8 * cuda::kPanelRowBytes, from,
+                i * kTokens + token_ < count);
+      from += pitch;
     }
   }
 
@@ -182,19 +166,21 @@ class GroupWork {
     }
   }
 
-  // Logits in units of log2; -inf where the row sees no token.
-  __device__ void multiply_keys(const OneTile& tile, int count, WgmmaSums<16>& logits) const {
-    const PanelMatrix keys = cuda::panel_matrix(tile.keys, OneTile::kPanelBytes);
-    const PanelMatrix queries = cuda::panel_matrix(shared_.queries, Memory::kQueryPanel);
+  __device__ void multiply_keys(const OneHalf& half, WgmmaSums<16>& logits) const {
+    const PanelMatrix keys = cuda::panel_matrix(half.rows, OneHalf::kPanelBytes);
+    const PanelMatrix queries = cuda::panel_matrix(queries_, kQueryPanel);
     cuda::wgmma_fence();
 #pragma unroll
     for (int d = 0; d < kDim / 16; ++d) {
       cuda::wgmma<PanelSide::kRows>(
-          logits, keys.advanced(d / 4 * OneTile::kPanelBytes + d % 4 * 32),
-          queries.advanced(d / 4 * Memory::kQueryPanel + d % 4 * 32), d > 0 ? 1 : 0);
+          logits, keys.advanced(d / 4 * OneHalf::kPanelBytes + d % 4 * 32),
+          queries.advanced(d / 4 * kQueryPanel + d % 4 * 32), d > 0 ? 1 : 0);
     }
     cuda::wgmma_commit();
-    cuda::wgmma_wait<0>();
+  }
+
+  // Products to logits in units of log2; -inf where the row sees no token.
+  __device__ void scale(int count, WgmmaSums<16>& logits) const {
     const int token = threadIdx.x % kWarpThreads / 4;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -208,11 +194,11 @@ class GroupWork {
 #pragma unroll
     for (int h = 0; h < kPlaces; ++h) {
       largest[h] = fmaxf(logits.x[h / 2 * 4 + h % 2], logits.x[h / 2 * 4 + 2 + h % 2]);
+    }
+    over_tokens(largest, [](float a, float b) { return fmaxf(a, b); });
+    if (threadIdx.x % kWarpThreads < 4) {
 #pragma unroll
-      for (int step = 4; step < kWarpThreads; step *= 2) {
-        largest[h] = fmaxf(largest[h], __shfl_xor_sync(0xFFFFFFFF, largest[h], step));
-      }
-      if (threadIdx.x % kWarpThreads < 4) shared_.warp_largest[warp_][lane_head(h)] = largest[h];
+      for (int h = 0; h < kPlaces; ++h) shared_.warp_largest[warp_][lane_head(h)] = largest[h];
     }
     sync();
 #pragma unroll
@@ -227,10 +213,23 @@ class GroupWork {
       reference_[h] = largest[h];
       sum_[h] *= shrink;
 #pragma unroll
-      for (WgmmaSums<16>& panel : sums_) {
-        panel.x[h / 2 * 4 + h % 2] *= shrink;
-        panel.x[h / 2 * 4 + 2 + h % 2] *= shrink;
+      for (WgmmaSums<kColumns>& panel : sums_) {
+#pragma unroll
+        for (int i = h / 2 * 4 + h % 2; i < kColumns / 2; i += kMaxGroup / 2) {
+          panel.x[i] *= shrink;
+          panel.x[i + 2] *= shrink;
+        }
       }
+    }
+  }
+
+  // Of each place, over the lanes of a warp.
+  template <class Add>
+  __device__ static void over_tokens(float (&places)[kPlaces], Add add) {
+#pragma unroll
+    for (int step = 4; step < kWarpThreads; step *= 2) {
+#pragma unroll
+      for (float& x : places) x = add(x, __shfl_xor_sync(0xFFFFFFFF, x, step));
     }
   }
 
@@ -261,39 +260,13 @@ class GroupWork {
     }
     const int lane = threadIdx.x % kWarpThreads;
     const int at = cuda::panel_offset(lane / 16 * 8 + lane % 8, 2 * warp_ + lane / 8 % 2);
-    cuda::store_columns(shared_.weights[0] + at, rounded);
-    cuda::store_columns(shared_.weights[1] + at, rest);
+    cuda::store_columns(shared_.weights + at, rounded);
+    cuda::store_columns(shared_.weights + kRestAt + at, rest);
     return grows;
   }
 
-  __device__ void multiply_values(const OneTile& tile, const uint8_t* weights) {
-    const PanelMatrix values = cuda::panel_matrix(tile.values, OneTile::kPanelBytes);
-    const PanelMatrix columns = cuda::panel_matrix(weights, kWeightBytes);
-#pragma unroll
-    for (int k = 0; k < kTileTokens / 16; ++k) {
-#pragma unroll
-      for (int p = 0; p < kPanels; ++p) {
-        cuda::wgmma<PanelSide::kRows, 16, PanelSide::kColumns>(
-            sums_[p], values.advanced(p * OneTile::kPanelBytes + k * 16 * cuda::kPanelRowBytes),
-            columns.advanced(32 * k), 1);
-      }
-    }
-  }
-
-  // Zeros in place of values that are not finite.
-  __device__ void clean_values(OneTile& tile) const {
-    auto* const units = reinterpret_cast<uint4*>(tile.values);
-#pragma unroll 1
-    for (int i = threadIdx.x % kGroupThreads; i < kTileTokens * kUnits; i += kGroupThreads) {
-      const uint4 unit = units[i];
-      units[i] = make_uint4(finite_pair(unit.x), finite_pair(unit.y), finite_pair(unit.z),
-                            finite_pair(unit.w));
-    }
-  }
-
-  __device__ void add_tile(OneTile& tile, int count, int index, bool careful) {
-    WgmmaSums<16> logits;
-    multiply_keys(tile, count, logits);
+  // Weights of the tile to shared memory, and its sums. Values of the tile are there behind it.
+  __device__ void weigh_tile(const WgmmaSums<16>& logits, int index) {
     bool raises = index == 0;
     float tile_sum[kPlaces];
 #pragma unroll 1
@@ -302,6 +275,7 @@ class GroupWork {
       const bool grows = __any_sync(0xFFFFFFFF, weigh(logits, tile_sum));
       bool(&votes)[kGroupWarps] = shared_.votes[index % 2];
       if (!raises && threadIdx.x % kWarpThreads == 0) votes[warp_] = grows;
+      cuda::wait_copies<kHalves - 2>();
       cuda::shared_stores_before_wgmma();
       sync();
       if (raises || !(votes[0] || votes[1] || votes[2] || votes[3])) break;
@@ -309,89 +283,106 @@ class GroupWork {
     }
 #pragma unroll
     for (int h = 0; h < kPlaces; ++h) sum_[h] += tile_sum[h];
-    cuda::wgmma_fence();
-    multiply_values(tile, shared_.weights[0]);
-    if (careful) {
-      cuda::wgmma_commit();
-      cuda::wgmma_wait<0>();
-      sync();
-      clean_values(tile);
-      cuda::shared_stores_before_wgmma();
-      sync();
-      cuda::wgmma_fence();
-    }
-    multiply_values(tile, shared_.weights[1]);
-    cuda::wgmma_commit();
-    cuda::wgmma_wait<0>();
   }
 
-  __device__ void walk(TileWalk steps, bool careful) {
-    constexpr int kStages = Memory::kStages;
+  __device__ void multiply_values(const OneHalf& half) {
+    const PanelMatrix values = cuda::panel_matrix(half.rows, OneHalf::kPanelBytes);
+    const PanelMatrix columns = cuda::panel_matrix(shared_.weights, sizeof(shared_.weights));
+    cuda::wgmma_fence();
 #pragma unroll
-    for (WgmmaSums<16>& panel : sums_) panel = {};
+    for (int k = 0; k < kTileTokens / 16; ++k) {
+#pragma unroll
+      for (int p = 0; p < kPanels; ++p) {
+        cuda::wgmma<PanelSide::kRows, kColumns, PanelSide::kColumns>(
+            sums_[p], values.advanced(p * OneHalf::kPanelBytes + k * 16 * cuda::kPanelRowBytes),
+            columns.advanced(32 * k), 1);
+      }
+    }
+    cuda::wgmma_commit();
+  }
+
+  // Keys of a tile, its values, keys of the next one, and so on, each into the place of the half
+  // that is done. Products run while the next half is asked for.
+  __device__ void walk(TileWalk steps) {
+#pragma unroll
+    for (WgmmaSums<kColumns>& panel : sums_) panel = {};
 #pragma unroll
     for (int h = 0; h < kPlaces; ++h) {
       reference_[h] = kNegInf;
       sum_[h] = 0;
     }
-    // A group of copies a tile, also where nothing is left to fetch: the number of groups behind
-    // the one that is waited for stays.
     TileWalk ahead = steps;
+    int64_t from = 0;
+    int count_ahead = 0;
     int to = 0;
-    const auto fetch_next = [&] {
+    // A group of copies a half, also where nothing is left to fetch: the number of groups behind
+    // the one that is waited for stays. Pools have equal strides.
+    const auto fetch = [&](bool values) {
       if (!ahead.done()) {
-        fetch(ahead.step(), shared_.tiles[to]);
-        ahead.advance();
+        if (!values) {
+          const Step step = ahead.step();
+          const MsaPool& k = params_.inputs.k;
+          from = 2 * (step.page * k.page_stride + step.token * k.token_stride);
+          count_ahead = step.count;
+        }
+        copy((values ? values_ : keys_) + from, count_ahead, shared_.ring[to]);
+        if (values) ahead.advance();
       }
-      to = to + 1 == kStages ? 0 : to + 1;
+      to = to + 1 == kHalves ? 0 : to + 1;
       cuda::commit_copies();
     };
 #pragma unroll 1
-    for (int i = 0; i < kStages; ++i) fetch_next();
+    for (int h = 0; h < kHalves; ++h) fetch(h % 2 != 0);
     int stage = 0;
+    const auto next_half = [&]() -> OneHalf& {
+      OneHalf& half = shared_.ring[stage];
+      stage = stage + 1 == kHalves ? 0 : stage + 1;
+      return half;
+    };
 #pragma unroll 1
     for (int i = 0; !steps.done(); ++i) {
       const int count = steps.step().count;
       steps.advance();
-      cuda::wait_copies<kStages - 1>();
+      OneHalf& keys = next_half();
+      OneHalf& values = next_half();
+      if (i == 0) {
+        cuda::wait_copies<kHalves - 1>();
+      } else {
+        cuda::wait_copies<kHalves - 2>();
+      }
       cuda::shared_stores_before_wgmma();
       sync();
-      add_tile(shared_.tiles[stage], count, i, careful);
-      sync();
-      fetch_next();
-      stage = stage + 1 == kStages ? 0 : stage + 1;
+      WgmmaSums<16> logits;
+      multiply_keys(keys, logits);
+      if (i > 0) fetch(false);  // for the values before
+      cuda::wgmma_wait<0>();
+      cuda::wgmma_pin(logits);
+      scale(count, logits);
+      weigh_tile(logits, i);
+      multiply_values(values);
+      fetch(true);  // for the keys
+      cuda::wgmma_wait<0>();
+#pragma unroll
+      for (WgmmaSums<kColumns>& panel : sums_) cuda::wgmma_pin(panel);
     }
     // Groups of nothing.
     cuda::wait_for_copies();
   }
 
-  // Returns whether a sum is NaN. Behind it nobody reads tiles.
-  __device__ bool leave_states() {
-    bool nan = false;
+  // Behind it nobody reads the ring.
+  __device__ void leave_states() {
+    over_tokens(sum_, [](float a, float b) { return a + b; });
+    if (threadIdx.x % kWarpThreads < 4) {
 #pragma unroll
-    for (const WgmmaSums<16>& panel : sums_) {
-#pragma unroll
-      for (const float x : panel.x) nan = nan || isnan(x);
-    }
-    nan = __any_sync(0xFFFFFFFF, nan);
-    const int lane = threadIdx.x % kWarpThreads;
-#pragma unroll
-    for (int h = 0; h < kPlaces; ++h) {
-      float sum = sum_[h];
-#pragma unroll
-      for (int step = 4; step < kWarpThreads; step *= 2) {
-        sum += __shfl_xor_sync(0xFFFFFFFF, sum, step);
-      }
-      if (lane < 4) {
-        shared_.warp_sum[warp_][lane_head(h)] = sum;
+      for (int h = 0; h < kPlaces; ++h) {
+        shared_.warp_sum[warp_][lane_head(h)] = sum_[h];
         if (warp_ == 0) shared_.state[lane_head(h)].x = reference_[h];
       }
     }
-    if (lane == 0) shared_.nan[warp_] = nan;
     sync();
-    return shared_.nan[0] || shared_.nan[1] || shared_.nan[2] || shared_.nan[3];
   }
 
+  // The rest of a weight times an infinite value is nothing that counts.
   __device__ void leave_sums() {
     const int thread = threadIdx.x % kGroupThreads;
     const int channel = thread / kWarpThreads * 16 + thread % kWarpThreads / 4;
@@ -399,8 +390,9 @@ class GroupWork {
     for (int p = 0; p < kPanels; ++p) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
+        const float x = sums_[p].x[i];
         shared_.left.sums.values[lane_head(i / 4 * 2 + i % 2)][64 * p + channel + i / 2 % 2 * 8] =
-            sums_[p].x[i];
+            fabsf(x) < -kNegInf ? x + sums_[p].x[kMaxGroup / 2 + i] : x;
       }
     }
     if (thread >= kMaxGroup) return;
@@ -412,15 +404,16 @@ class GroupWork {
 
   const AttendParams& params_;
   Memory& shared_;
+  uint8_t* queries_;
   cuda::CachePolicy policy_;
   int warp_;
   int unit_, token_;               // of each copy, the first one's token
-  int row_at_;                     // of the first copy, in keys or values of a tile
+  int row_at_;                     // of the first copy, in a half
   uint32_t turned_[kTurns];        // piece of a row, in bytes
   const uint8_t *keys_, *values_;  // the lane's piece of token_ of page 0
   float scale_;                    // of the logits, in units of log2
   float reference_[kPlaces], sum_[kPlaces];
-  WgmmaSums<16> sums_[kPanels];
+  WgmmaSums<kColumns> sums_[kPanels];  // of rounded weights, and of their rests
 };
 
 // Of a head: largest logit (or what stands for it), in units of log2, and sums relative to it.
@@ -443,10 +436,9 @@ __device__ inline HeadPart add_parts(const HeadPart& a, const HeadPart& b) {
 
 // What all groups of the cluster have left, in their order, four channels of a head at a time: each
 // block adds up its groups and sends the result to the block that has the share of these channels.
-template <int kDim, int kParts, int kGroups>
+template <int kDim, int kParts>
 class Fold {
-  using Memory = BlockMemory<kDim, kGroups>;
-  static constexpr int kThreads = kGroups * kGroupThreads;
+  using Memory = BlockMemory<kDim, kParts>;
   static constexpr int kUnits = kFoldUnits<kDim>;
   static constexpr int kShare = kUnits / kParts;
   static constexpr int kSharers = std::clamp(kThreads / kShare, 1, kParts);
@@ -458,17 +450,26 @@ class Fold {
   static constexpr int kSentBytes = kUnits * static_cast<int>(sizeof(float4) + sizeof(float2));
 
   // Behind a barrier of the block. With several parts, all threads have arrived at the barrier of
-  // the cluster, too: behind it nobody reads tiles, where what is sent goes.
+  // the cluster, too: behind it every inbox is open and nobody reads what is sent writes over.
   __device__ void run(int part) {
+    constexpr int kTurns = kUnits / kThreads;
     if constexpr (kParts == 1) {
-      for (int unit = threadIdx.x; unit < kUnits; unit += kThreads) store(add_groups(unit), unit);
+      // Neighbouring units, of one head.
+      const int unit = static_cast<int>(threadIdx.x) * kTurns;
+      const Output output = output_of(unit);
+      HeadPart sums[kTurns];
+#pragma unroll
+      for (int i = 0; i < kTurns; ++i) sums[i] = add_groups(unit + i);
+      if (output.to == nullptr) return;
+      const HeadResult result = finish(output, sums[0].state);
+#pragma unroll
+      for (int i = 0; i < kTurns; ++i) store(result, sums[i].values, output.to + kFour * i);
     } else {
-      constexpr int kTurns = kUnits / kThreads;
       HeadPart sums[kTurns];
 #pragma unroll
       for (int i = 0; i < kTurns; ++i) sums[i] = add_groups(i * kThreads + threadIdx.x);
       cuda::cluster_wait();
-      Sent<kDim>& sent = shared_.groups[0].left.sent;
+      Sent<kDim>& sent = shared_.sent();
 #pragma unroll
       for (int i = 0; i < kTurns; ++i) {
         const int unit = i * kThreads + static_cast<int>(threadIdx.x);
@@ -476,12 +477,42 @@ class Fold {
         cuda::send(sums[i].state, &sent.states[at], shared_.inbox, unit / kShare);
         cuda::send(sums[i].values, &sent.values[at], shared_.inbox, unit / kShare);
       }
+      // Neighbouring lanes share the parts of a unit.
+      static_assert(kShare * kSharers == kThreads);
+      const int unit = static_cast<int>(threadIdx.x) / kSharers;
+      const Output output = output_of(part * kShare + unit);
       cuda::wait_for_inbox(shared_.inbox);
-      add_sent(part);
+      const HeadPart sum = add_sent(unit);
+      if (threadIdx.x % kSharers != 0 || output.to == nullptr) return;
+      store(finish(output, sum.state), sum.values, output.to);
     }
   }
 
  private:
+  // Where four channels of a head go, and what they are multiplied with.
+  struct Output {
+    bf16_t* to = nullptr;  // none: there is no such head or channel
+    float* lse = nullptr;
+    const float* sink = nullptr;
+    float sink_value = 0;
+  };
+
+  __device__ Output output_of(int unit) const {
+    const int own = unit / (kDim / kFour);
+    const int channel = unit % (kDim / kFour) * kFour;
+    Output output;
+    if (own >= params_.group || channel >= params_.head_dim) return output;
+    const int64_t head = kv_head_ * params_.group + own;
+    const MsaAttendInputs& inputs = params_.inputs;
+    output.to = inputs.out.row(t_, head) + channel;
+    if (inputs.lse && channel == 0) output.lse = &inputs.lse(t_, head);
+    if (inputs.sink) {
+      output.sink = &inputs.sink(head);
+      output.sink_value = *output.sink;
+    }
+    return output;
+  }
+
   __device__ HeadPart add_groups(int unit) const {
     const auto of_group = [&](const GroupMemory<kDim>& group) {
       const int own = unit / (kDim / kFour);
@@ -489,63 +520,63 @@ class Fold {
       return HeadPart{group.state[own],
                       *reinterpret_cast<const float4*>(&group.left.sums.values[own][channel])};
     };
-    HeadPart sum = of_group(shared_.groups[0]);
-    if constexpr (kGroups == 2) sum = add_parts(sum, of_group(shared_.groups[1]));
-    return sum;
+    return add_parts(of_group(shared_.groups[0]), of_group(shared_.groups[1]));
   }
 
-  // Neighbouring lanes share the parts of a unit.
-  __device__ void add_sent(int part) {
+  __device__ HeadPart add_sent(int unit) const {
     constexpr int kOwn = kParts / kSharers;
-    const Sent<kDim>& sent = shared_.groups[0].left.sent;
+    const Sent<kDim>& sent = shared_.sent();
     const int sharer = static_cast<int>(threadIdx.x) % kSharers;
-    for (int unit = static_cast<int>(threadIdx.x) / kSharers; unit < kShare;
-         unit += kThreads / kSharers) {
-      float2 states[kOwn];
-      float4 values[kOwn];
-      float largest = kNegInf;
+    float2 states[kOwn];
+    float4 values[kOwn];
+    float largest = kNegInf;
 #pragma unroll
-      for (int i = 0; i < kOwn; ++i) {
-        const int at = (sharer * kOwn + i) * kShare + unit;
-        states[i] = sent.states[at];
-        values[i] = sent.values[at];
-        largest = fmaxf(largest, states[i].x);
-      }
-#pragma unroll
-      for (int step = 1; step < kSharers; step *= 2) {
-        largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, step));
-      }
-      const float base = largest == kNegInf ? 0.0f : largest;
-      float sums[1 + kFour] = {};
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) {
-        const float factor = cuda::exp2_fast(states[i].x - base);
-        sums[0] = fmaf(states[i].y, factor, sums[0]);
-        sums[1] = fmaf(values[i].x, factor, sums[1]);
-        sums[2] = fmaf(values[i].y, factor, sums[2]);
-        sums[3] = fmaf(values[i].z, factor, sums[3]);
-        sums[4] = fmaf(values[i].w, factor, sums[4]);
-      }
-#pragma unroll
-      for (int step = 1; step < kSharers; step *= 2) {
-#pragma unroll
-        for (float& x : sums) x += __shfl_xor_sync(0xFFFFFFFF, x, step);
-      }
-      const HeadPart sum{make_float2(largest, sums[0]),
-                         make_float4(sums[1], sums[2], sums[3], sums[4])};
-      if (sharer == 0) store(sum, part * kShare + unit);
+    for (int i = 0; i < kOwn; ++i) {
+      const int at = (sharer * kOwn + i) * kShare + unit;
+      states[i] = sent.states[at];
+      values[i] = sent.values[at];
+      largest = fmaxf(largest, states[i].x);
     }
+#pragma unroll
+    for (int step = 1; step < kSharers; step *= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, step));
+    }
+    const float base = largest == kNegInf ? 0.0f : largest;
+    float sums[1 + kFour] = {};
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const float factor = cuda::exp2_fast(states[i].x - base);
+      sums[0] = fmaf(states[i].y, factor, sums[0]);
+      sums[1] = fmaf(values[i].x, factor, sums[1]);
+      sums[2] = fmaf(values[i].y, factor, sums[2]);
+      sums[3] = fmaf(values[i].z, factor, sums[3]);
+      sums[4] = fmaf(values[i].w, factor, sums[4]);
+    }
+#pragma unroll
+    for (int step = 1; step < kSharers; step *= 2) {
+#pragma unroll
+      for (float& x : sums) x += __shfl_xor_sync(0xFFFFFFFF, x, step);
+    }
+    return {make_float2(largest, sums[0]), make_float4(sums[1], sums[2], sums[3], sums[4])};
   }
 
-  __device__ void store(const HeadPart& sum, int unit) const {
-    const int own = unit / (kDim / kFour);
-    const int channel = unit % (kDim / kFour) * kFour;
-    if (own >= params_.group || channel >= params_.head_dim) return;
-    const int64_t head = kv_head_ * params_.group + own;
-    const HeadResult result = finish_head(params_, kv_head_, head, sum.state.x, sum.state.y);
-    if (params_.inputs.lse && channel == 0) params_.inputs.lse(t_, head) = result.lse;
-    const float values[kFour] = {sum.values.x, sum.values.y, sum.values.z, sum.values.w};
-    store_channels(result, values, params_.inputs.out.row(t_, head) + channel);
+  // Stores the lse, too.
+  __device__ static HeadResult finish(const Output& output, const float2& state) {
+    HeadResult result{kNegInf, 0.0f, state.y == 0};
+    if (!result.empty) {
+      result.factor = 1.0f / state.y;
+      if (output.lse != nullptr || output.sink != nullptr) {
+        result.lse = natural_lse(state.x, state.y);
+        if (output.sink != nullptr) result.factor *= sink_factor(output.sink_value, result.lse);
+      }
+    }
+    if (output.lse != nullptr) *output.lse = result.lse;
+    return result;
+  }
+
+  __device__ static void store(const HeadResult& result, const float4& sums, bf16_t* to) {
+    const float values[kFour] = {sums.x, sums.y, sums.z, sums.w};
+    store_channels(result, values, to);
   }
 
   const AttendParams& params_;
@@ -553,26 +584,38 @@ class Fold {
   Memory& shared_;
 };
 
-// A group per part and, with two in a block, half of it.
-template <int kDim, int kParts, int kGroups>
+// A word of every line of the parameters, by all warps but the first: they come from memory, line
+// by line, when they are first used.
+__device__ inline void touch_params(const AttendParams& params) {
+  constexpr int kLineWords = 16;
+  constexpr int kLines = sizeof(AttendParams) / sizeof(int) / kLineWords;
+  constexpr int kOthers = kThreads / kWarpThreads - 1;
+  const auto* const words = reinterpret_cast<const int*>(&params);
+  const int warp = static_cast<int>(threadIdx.x) / kWarpThreads;
+#pragma unroll
+  for (int line = 0; line < kLines; line += kOthers) {
+    cuda::load_here(words[min(line + warp - 1, kLines - 1) * kLineWords]);
+  }
+}
+
+// A group per half of a part.
+template <int kDim, int kParts>
 __device__ void attend_part(const AttendParams& params, uint8_t* memory) {
-  using OwnFold = Fold<kDim, kParts, kGroups>;
-  auto& shared = *reinterpret_cast<BlockMemory<kDim, kGroups>*>(memory);
+  using Memory = BlockMemory<kDim, kParts>;
+  using OwnFold = Fold<kDim, kParts>;
+  auto& shared = *reinterpret_cast<Memory*>(memory);
   const int part = static_cast<int>(blockIdx.x % kParts);
   const int64_t t = blockIdx.x / kParts;
   const int64_t kv_head = blockIdx.y;
   const ListMemory list(reinterpret_cast<int32_t*>(&shared + 1), params.topk);
-  const int group = kGroups == 1 ? 0 : static_cast<int>(threadIdx.x) / kGroupThreads;
-  GroupWork<kDim, !(kParts == 1 && kGroups == 1)> work(params, shared.groups[group]);
+  const int group = static_cast<int>(threadIdx.x) / kGroupThreads;
+  // Lines of few rows leave room for what else is in the cache.
+  GroupWork<kDim, (kParts > 1)> work(params, shared.groups[group], shared.queries);
   if (threadIdx.x < kWarpThreads) {
-    MsaRow row;
-    const int num_blocks =
-        read_list_early(params, t, kv_head, list, &row, [&] { work.prepare(kv_head); });
-    if (threadIdx.x == 0) {
-      shared.row = row;
-      shared.num_blocks = num_blocks;
-    }
+    const RowList steps = read_list_early(params, t, kv_head, list, [&] { work.prepare(kv_head); });
+    if (threadIdx.x == 0) shared.list = steps;
   } else {
+    touch_params(params);
     if constexpr (kParts > 1) {
       if (threadIdx.x == kWarpThreads) cuda::open_inbox(shared.inbox, OwnFold::kSentBytes);
     }
@@ -580,13 +623,15 @@ __device__ void attend_part(const AttendParams& params, uint8_t* memory) {
     work.copy_queries(t, kv_head);
   }
   __syncthreads();
-  const MsaRow row = shared.row;
-  const int64_t steps = count_steps(params, row, list, shared.num_blocks);
-  constexpr int kAllGroups = kParts * kGroups;
+  // Behind it every inbox is open.
+  if constexpr (Memory::kSentApart) cuda::cluster_arrive_relaxed();
+  const RowList steps = shared.list;
   const int index = part * kGroups + group;
-  const auto step_of = [&](int i) { return static_cast<int>(steps * i / kAllGroups); };
-  work.run(row, list, step_of(index), step_of(index + 1));
-  if constexpr (kParts > 1) cuda::cluster_arrive_relaxed();
+  const auto step_of = [&](int i) {
+    return static_cast<int>(int64_t{steps.num_steps} * i / (kParts * kGroups));
+  };
+  work.run(steps.end_token, list, step_of(index), step_of(index + 1));
+  if constexpr (kParts > 1 && !Memory::kSentApart) cuda::cluster_arrive_relaxed();
   __syncthreads();
   OwnFold(params, t, kv_head, shared).run(part);
 }
@@ -600,23 +645,23 @@ __device__ void attend_part(const AttendParams& params, uint8_t* memory) {
 #define FOVEA_SM90_BODY(...)
 #endif
 
-// A block per row and KV head; with two groups it has a multiprocessor to itself.
-template <int kDim, int kGroups>
-__global__ void __launch_bounds__(kGroups* kGroupThreads, 2 / kGroups)
+// A block per row and KV head.
+template <int kDim>
+__global__ void __launch_bounds__(kThreads, 2)
     attend_alone(const __grid_constant__ AttendParams params) {
   FOVEA_SM90_BODY({
     extern __shared__ __align__(1024) uint8_t memory[];
-    attend_part<kDim, 1, kGroups>(params, memory);
+    attend_part<kDim, 1>(params, memory);
   })
 }
 
 // A cluster of kParts blocks per row and KV head.
-template <int kDim, int kParts, int kGroups>
-__global__ void FOVEA_CLUSTER_OF(kParts) __launch_bounds__(kGroups* kGroupThreads, 2 / kGroups)
+template <int kDim, int kParts>
+__global__ void FOVEA_CLUSTER_OF(kParts) __launch_bounds__(kThreads, 2)
     attend_cluster(const __grid_constant__ AttendParams params) {
   FOVEA_SM90_BODY({
     extern __shared__ __align__(1024) uint8_t memory[];
-    attend_part<kDim, kParts, kGroups>(params, memory);
+    attend_part<kDim, kParts>(params, memory);
   })
 }
 

@@ -7,70 +7,55 @@
 namespace fovea::internal::msa::decode {
 namespace {
 
-// How the list of a row is cut.
-struct Cut {
-  int64_t parts;   // blocks of a cluster
-  int64_t groups;  // of a block
-};
-
-// As many parts as leave a tile to a group and a multiprocessor to a block, of two groups where
-// their clusters all run at the same time: those of more than two blocks leave multiprocessors
-// idle, as they do not span the groups of multiprocessors that a GPU is made of. A plan whose rows
-// may not depend on their number has one part.
-Cut cut_of(const MsaAttendProblem& problem, const Device& device) {
-  if (problem.batch_invariant) return {1, 1};
-  const int64_t room = cuda::device_facts(device.ordinal).num_sms;
+// Blocks of a row, a cluster: as many as leave a tile to each of their groups and all run at the
+// same time. A multiprocessor takes two blocks, or one of the largest clusters; those of more than
+// two blocks leave room, as they do not span the groups of multiprocessors that a GPU is made of.
+// A plan whose rows may not depend on their number has one part.
+int parts_of(const MsaAttendProblem& problem, const Device& device) {
+  if (problem.batch_invariant) return 1;
+  constexpr int64_t kMostLargest = 7;
+  const int64_t sms = cuda::device_facts(device.ordinal).num_sms;
   const int64_t pairs = std::max<int64_t>(1, problem.max_rows * problem.num_kv_heads);
   const int64_t tiles =
       std::min(problem.topk, problem.max_pages) * steps_per_block(problem.block_size) / kGroupWarps;
-  const int64_t most = std::min(room / pairs, tiles);
-  int64_t parts = 1;
-  while (2 * parts <= std::min(most, kMaxParts)) parts *= 2;
-  const int64_t blocks = parts * pairs;
-  constexpr int64_t kMaxPairedTopk = 1024;  // whose list two groups leave room for
-  const bool paired = problem.topk <= kMaxPairedTopk && blocks <= (parts > 2 ? room / 2 : room);
-  return {parts, paired ? 2 : 1};
+  const auto fit = [&](int64_t parts) {
+    if (parts == kMaxParts && pairs > kMostLargest) return false;
+    return kGroups * parts <= tiles && parts * pairs <= (parts > 2 ? sms : kBlocksOfSm * sms);
+  };
+  int parts = 1;
+  while (parts < kMaxParts && fit(2 * parts)) parts *= 2;
+  return parts;
 }
 
-template <int kDim, int kParts, int kGroups>
-void launch_blocks(const AttendParams& params, Stream stream) {
+template <int kDim, int kParts>
+void launch_parts(const AttendParams& params, Stream stream) {
   void (*kernel)(AttendParams);
   if constexpr (kParts == 1) {
-    kernel = attend_alone<kDim, kGroups>;
+    kernel = attend_alone<kDim>;
   } else {
-    kernel = attend_cluster<kDim, kParts, kGroups>;
+    kernel = attend_cluster<kDim, kParts>;
     if (kParts > 8) cuda::allow_large_clusters(kernel);
   }
   cuda::launch(kAttendOp, kernel,
                {dim3(static_cast<unsigned>(params.num_rows * kParts),
                      static_cast<unsigned>(params.num_kv_heads)),
-                dim3(kGroups * kGroupThreads),
-                sizeof(BlockMemory<kDim, kGroups>) + ListMemory::bytes(params.topk)},
+                dim3(kThreads), sizeof(BlockMemory<kDim, kParts>) + ListMemory::bytes(params.topk)},
                stream, params);
 }
 
-template <int kDim, int kParts>
-void launch_parts(const AttendParams& params, const Cut& cut, Stream stream) {
-  if (cut.groups == 1) {
-    launch_blocks<kDim, kParts, 1>(params, stream);
-  } else {
-    launch_blocks<kDim, kParts, 2>(params, stream);
-  }
-}
-
 template <int kDim>
-void launch_decode(const AttendParams& params, const Cut& cut, Stream stream) {
-  switch (cut.parts) {
+void launch_decode(const AttendParams& params, Stream stream) {
+  switch (params.num_parts) {
     case 1:
-      return launch_parts<kDim, 1>(params, cut, stream);
+      return launch_parts<kDim, 1>(params, stream);
     case 2:
-      return launch_parts<kDim, 2>(params, cut, stream);
+      return launch_parts<kDim, 2>(params, stream);
     case 4:
-      return launch_parts<kDim, 4>(params, cut, stream);
+      return launch_parts<kDim, 4>(params, stream);
     case 8:
-      return launch_parts<kDim, 8>(params, cut, stream);
+      return launch_parts<kDim, 8>(params, stream);
     default:
-      return launch_parts<kDim, 16>(params, cut, stream);
+      return launch_parts<kDim, kMaxParts>(params, stream);
   }
 }
 
@@ -137,12 +122,11 @@ void msa_attend_cuda_sm90_decode(const MsaAttendProblem& problem, const Device& 
   int32_t* const offsets = msa::decode::cut_offsets(problem, cutter);
   if (tensors.q.shape[0] == 0) return;
   msa::AttendParams params = msa::attend_params(problem, tensors, offsets, stream);
-  const msa::decode::Cut cut = msa::decode::cut_of(problem, device);
-  params.num_parts = static_cast<int>(cut.parts);
+  params.num_parts = msa::decode::parts_of(problem, device);
   if (problem.head_dim <= 64) {
-    msa::decode::launch_decode<64>(params, cut, stream);
+    msa::decode::launch_decode<64>(params, stream);
   } else {
-    msa::decode::launch_decode<128>(params, cut, stream);
+    msa::decode::launch_decode<128>(params, stream);
   }
 }
 
