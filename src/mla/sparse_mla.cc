@@ -291,13 +291,6 @@ Refusal sparse_mla_cuda_sm90_preferred(const SparseMlaProblem& problem) {
     return "multiplies 64 heads, got num_heads " + std::to_string(problem.num_heads) +
            " (128 rows of 2048 v32 slots, 16 heads: 173 us, cuda_portable 176: no gain)";
   }
-  // Two tiles of a row are over before the roles of its warps have begun to overlap.
-  if (problem.topk + problem.extra_topk <= 256 && problem.max_rows <= 64) {
-    return "is made for longer lists or more rows, got " +
-           std::to_string(problem.topk + problem.extra_topk) + " slots and max_rows " +
-           std::to_string(problem.max_rows) +
-           " (a window of 128 r512 slots, 128 heads: 1 row 44 us, cuda_portable 18)";
-  }
   return {};
 }
 

@@ -20,7 +20,25 @@ struct LaunchShape {
   dim3 grid;
   dim3 block;
   size_t shared_bytes = 0;
+  /// The launch need not wait for the end of the one before it in the stream, only for
+  /// let_next_launch_start() of all its blocks (compute capability 9.0). Each block calls
+  /// wait_for_last_launch() before it reads what that one writes, and before it ends.
+  bool starts_early = false;
 };
+
+/// Lets a launch that starts early start, beside what is left of this one.
+__device__ inline void let_next_launch_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/// Waits until the launch before this one is over and what it has written can be seen.
+__device__ inline void wait_for_last_launch() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 /// Grids are limited to 2^31 - 1 blocks on x and 65535 on y and z: rows go to x.
 inline unsigned grid_blocks(int64_t count, int64_t per_block) {
@@ -46,6 +64,11 @@ void launch(const char* op, void (*kernel)(Params...), const LaunchShape& shape,
     config.blockDim = shape.block;
     config.dynamicSmemBytes = shape.shared_bytes;
     config.stream = native(stream);
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &early;
+    config.numAttrs = shape.starts_early ? 1 : 0;
     status = cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
   }
   if (status == cudaSuccess) return;

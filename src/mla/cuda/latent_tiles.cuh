@@ -440,40 +440,72 @@ __device__ void store_part(const Outputs& outputs, int64_t t, int64_t first_head
 
 inline constexpr int kFoldThreads = kValueDim / 4;
 
-// The parts of one (row, head), in their order, by kFoldThreads threads.
+// The parts of one (row, head), in their order, by kFoldThreads threads; all warps whole.
 template <class Turn>
 __device__ inline void fold_head(const Outputs& outputs, int64_t t, int64_t head, int64_t num_parts,
                                  const Turn& turn) {
-  const auto state = [&](int64_t p) { return outputs.part_state[outputs.part_index(t, p, head)]; };
-  float largest = kNegInf;
-#pragma unroll 8
-  for (int64_t p = 0; p < num_parts; ++p) largest = fmaxf(largest, state(p).x);
-  const int d = 4 * threadIdx.x;
-  float sum = 0;
+  constexpr int kWarpParts = 32, kAhead = 16;
+  const auto state = [&](int64_t p) {
+    return p < num_parts ? outputs.part_state[outputs.part_index(t, p, head)]
+                         : make_float2(kNegInf, 0);
+  };
+  const int lane = threadIdx.x % 32, d = 4 * threadIdx.x;
+  const float* from = outputs.part_values + outputs.part_index(t, 0, head) * kValueDim + d;
+  const int64_t part_stride = outputs.num_heads * kValueDim;
+  float2 own;
+  float largest = kNegInf, sum = 0;
   float4 value = make_float4(0, 0, 0, 0);
-#pragma unroll 4
-  for (int64_t p = 0; p < num_parts; ++p) {
-    const float2 part = state(p);
-    const float4 add = *reinterpret_cast<const float4*>(
-        outputs.part_values + outputs.part_index(t, p, head) * kValueDim + d);
-    const float weight = part.x == largest ? 1.0f : exp2f((part.x - largest) * 1.44269504f);
-    sum = fmaf(part.y, weight, sum);
-    value.x = fmaf(add.x, weight, value.x);
-    value.y = fmaf(add.y, weight, value.y);
-    value.z = fmaf(add.z, weight, value.z);
-    value.w = fmaf(add.w, weight, value.w);
+#pragma unroll 1
+  for (int64_t first = 0; first < num_parts; first += kAhead) {
+    const auto left = static_cast<int>(num_parts - first);
+    // Reads that nobody waits for yet, as many as most plans have parts.
+    float4 add[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (i < left) add[i] = *reinterpret_cast<const float4*>(from);
+      from += part_stride;
+    }
+    if (first % kWarpParts == 0) own = state(first + lane);
+    if (first == 0) {
+      largest = own.x;
+#pragma unroll 1
+      for (int64_t p = lane + kWarpParts; p < num_parts; p += kWarpParts)
+        largest = fmaxf(largest, state(p).x);
+#pragma unroll
+      for (int apart = kWarpParts / 2; apart > 0; apart /= 2)
+        largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, apart));
+    }
+    const float own_weight = own.x == largest ? 1.0f : exp2f((own.x - largest) * 1.44269504f);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int at = static_cast<int>(first % kWarpParts) + i;
+      const float weight = __shfl_sync(0xFFFFFFFF, own_weight, at);
+      const float part_sum = __shfl_sync(0xFFFFFFFF, own.y, at);
+      if (i >= left) continue;
+      sum = fmaf(part_sum, weight, sum);
+      value.x = fmaf(add[i].x, weight, value.x);
+      value.y = fmaf(add[i].y, weight, value.y);
+      value.z = fmaf(add[i].z, weight, value.z);
+      value.w = fmaf(add[i].w, weight, value.w);
+    }
   }
   const HeadResult result = finish_head(outputs, head, largest, sum);
   if (threadIdx.x == 0) store_head(outputs, t, head, result);
   bf16_t* const to = outputs.out.row(t, head) + d;
-  const auto store = [&](int i, float x, float y) {
+  const auto pair_of = [&](int i, float x, float y) {
     const float2 pair =
         result.factor == 0 ? make_float2(0, 0) : turn(d + i, result.factor * x, result.factor * y);
-    to[i] = bf16_from_float(pair.x);
-    to[i + 1] = bf16_from_float(pair.y);
+    return cuda::bf16_pair(pair.x, pair.y);
   };
-  store(0, value.x, value.y);
-  store(2, value.z, value.w);
+  const uint32_t pairs[2] = {pair_of(0, value.x, value.y), pair_of(2, value.z, value.w)};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (outputs.out_aligned) {
+      if (i % 2 == 0) *reinterpret_cast<uint32_t*>(to + i) = pairs[i / 2];
+    } else {
+      to[i].bits = static_cast<uint16_t>(pairs[i / 2] >> (i % 2 * 16));
+    }
+  }
 }
 
 // Memory of the parts; none for one part.

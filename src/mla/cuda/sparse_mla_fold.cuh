@@ -39,6 +39,7 @@ struct Fold {
   Outputs outputs;
   InverseRotations rotations;
   int rope_dim;
+  bool starts_early;  // the launch before lets it
 };
 void launch_fold(const Fold& fold, int64_t num_rows, Stream stream);
 

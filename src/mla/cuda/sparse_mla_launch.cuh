@@ -76,6 +76,25 @@ __device__ inline float leave_head(const Target& to, int in_block, float largest
   return 1;
 }
 
+// Eight channels of a result, times `factor`, at `to`; pair i is turned by turn_pair(i, pair).
+template <class TurnPair>
+__device__ __forceinline__ void leave_result(bf16_t* to, bool wide, const TurnPair& turn_pair,
+                                             float factor, const float4& low, const float4& high) {
+  const float2 pair[4] = {{low.x, low.y}, {low.z, low.w}, {high.x, high.y}, {high.z, high.w}};
+  uint32_t word[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 turned = turn_pair(i, make_float2(factor * pair[i].x, factor * pair[i].y));
+    word[i] = factor == 0 ? 0 : cuda::bf16_pair(turned.x, turned.y);
+  }
+  if (wide) {
+    *reinterpret_cast<uint4*>(to) = make_uint4(word[0], word[1], word[2], word[3]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) to[i].bits = static_cast<uint16_t>(word[i / 2] >> (i % 2 * 16));
+  }
+}
+
 // Leaves eight channels of a head behind, from `channel` on, times `factor`.
 __device__ __forceinline__ void leave_channels(const Target& to, const RowTurn& turn, int in_block,
                                                int channel, float factor, const float4& low,
@@ -88,21 +107,11 @@ __device__ __forceinline__ void leave_channels(const Target& to, const RowTurn& 
     row[1] = make_float4(factor * high.x, factor * high.y, factor * high.z, factor * high.w);
     return;
   }
-  float2 pair[4] = {{low.x, low.y}, {low.z, low.w}, {high.x, high.y}, {high.z, high.w}};
-  uint32_t word[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    pair[i] = make_float2(factor * pair[i].x, factor * pair[i].y);
-    if (turn.rotation != nullptr) pair[i] = turn(channel + 2 * i, pair[i].x, pair[i].y);
-    word[i] = factor == 0 ? 0 : cuda::bf16_pair(pair[i].x, pair[i].y);
-  }
-  bf16_t* const row = outputs.out.row(to.t, to.head(in_block)) + channel;
-  if (to.params.wide_out) {
-    *reinterpret_cast<uint4*>(row) = make_uint4(word[0], word[1], word[2], word[3]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) row[i].bits = static_cast<uint16_t>(word[i / 2] >> (i % 2 * 16));
-  }
+  const auto turn_pair = [&](int i, const float2& pair) {
+    return turn.rotation != nullptr ? turn(channel + 2 * i, pair.x, pair.y) : pair;
+  };
+  leave_result(outputs.out.row(to.t, to.head(in_block)) + channel, to.params.wide_out, turn_pair,
+               factor, low, high);
 }
 
 inline RowLayout row_layout(const SparseMlaSegment& segment) {
@@ -133,11 +142,14 @@ inline RowParams row_params(const SparseMlaProblem& problem, const SparseMlaTens
   return params;
 }
 
-// Folds the parts of a launch with these.
+// Folds the parts of a launch with these; starts as early as that lets it.
 inline void launch_fold(const RowParams& params, int64_t num_rows, Stream stream) {
-  launch_fold(
-      {{params.segments[0], params.segments[1]}, params.outputs, params.rotations, params.rope_dim},
-      num_rows, stream);
+  launch_fold({{params.segments[0], params.segments[1]},
+               params.outputs,
+               params.rotations,
+               params.rope_dim,
+               true},
+              num_rows, stream);
 }
 
 }  // namespace fovea::internal::latent

@@ -312,7 +312,8 @@ void sparse_mla_cuda_portable(const SparseMlaProblem& problem, const Device& dev
   launch_fold({{extended.segments[0], extended.segments[1]},
                params.outputs,
                extended.rotations,
-               extended.rope_dim},
+               extended.rope_dim,
+               false},
               num_rows, stream);
 }
 

@@ -48,6 +48,12 @@ struct StagedValues {
   float x[kHeads][kHalfChannels + 8];
 };
 
+// What a block has of its row.
+struct BlockRow {
+  int num_tiles;   // -1: the row has no such part
+  bool is_result;  // no other part
+};
+
 template <int kHeadDim>
 struct SharedMemory {
   static constexpr int kPanels = kHeadDim / cuda::kPanelColumns;
@@ -55,6 +61,8 @@ struct SharedMemory {
   alignas(1024) Tile tiles[kStages];
   alignas(1024) uint8_t weights[kPanelBytes];
   float factors[kHeads];  // what is left of the old sums, and at the end of all
+  BlockRow row;
+  const float* rotation;                           // of the row; null: none
   alignas(8) uint8_t present[kStages][kKeyWarps];  // a bit a key
   alignas(4) uint8_t rest_steps[4];                // of the tile in hand, by warps of 16 heads
   // Halves of a tile: channels 0..255, and the others with what only logits read.

@@ -9,7 +9,7 @@
 //   shared     queries [64][576] bf16, 9 panels of 64 columns         73,728
 //              2 tiles of keys [64][576] bf16, 9 panels each         147,456
 //              weights [64][64] bf16, rounded, 1 panel                 8,192
-//              factors, masks and barriers                               344
+//              factors, masks and barriers                               360
 //              of 232,448 bytes; rows of 512 channels leave the last panel of queries out
 //
 // What rounded weights lack, bf16 too, is in the last panel of their tile: the rope channels, which
@@ -33,7 +33,8 @@ inline constexpr int kKeyRegisters = 72;
 inline constexpr int kKeyWarps = 8;
 inline constexpr int kWarpKeys = kKeys / kKeyWarps;
 
-// Barriers of the block by number; 0 is that of all threads.
+// Barriers of the block by number.
+inline constexpr int kAllRoles = 0;
 inline constexpr int kWeightsReady = 1;
 inline constexpr int kWeightsRead = 2;
 inline constexpr int kLogitGroup = 3;

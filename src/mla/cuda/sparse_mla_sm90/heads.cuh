@@ -32,20 +32,24 @@ __device__ inline int low_head() {
 template <int kHeadDim>
 __device__ __forceinline__ void ask_queries(const Queries& queries, int64_t t, int64_t first_head,
                                             int heads, SharedMemory<kHeadDim>& shared) {
-  constexpr int kPieces = kHeadDim / 8;
   const int64_t start = t * queries.row_stride + first_head * queries.head_stride;
   const auto place = [&](int head, int piece) {
     return shared.q[piece / 8] + cuda::panel_offset(head, piece % 8);
   };
   if (queries.aligned) {
     const auto* const from = static_cast<const bf16_t*>(queries.data) + start;
-#pragma unroll 6
-    for (int i = threadIdx.x; i < kHeads * kPieces; i += 2 * kGroupThreads) {
-      const int head = i / kPieces, piece = i % kPieces;
+    // A thread has the same piece of every panel: one address, a step each.
+    constexpr int kStepHeads = 2 * kGroupThreads / 8;
+    const int piece = threadIdx.x % 8;
+#pragma unroll
+    for (int first = 0; first < kHeads; first += kStepHeads) {
+      const int head = first + static_cast<int>(threadIdx.x) / 8;
       const bool is_there = head < heads;
-      cuda::copy_async<16>(place(head, piece),
-                           is_there ? from + head * queries.head_stride + 8 * piece : from,
-                           is_there);
+      const auto* const row = from + (is_there ? head * queries.head_stride : 0) + 8 * piece;
+#pragma unroll
+      for (int panel = 0; panel < SharedMemory<kHeadDim>::kPanels; ++panel) {
+        cuda::copy_async<16>(place(head, 8 * panel + piece), row + 64 * panel, is_there);
+      }
     }
   } else {
 #pragma unroll 1

@@ -25,7 +25,8 @@
 // them and sends the other block a copy.
 namespace fovea::internal::sparse_sm90 {
 
-// Half a tile is used up.
+// Half a tile is used up, and another one wants its place: what nobody waits for might come to a
+// block that has ended.
 template <int kBlocks>
 __device__ __forceinline__ void arrive_free(Mbarrier& free) {
   if (threadIdx.x % 32 != 0) return;
@@ -36,23 +37,31 @@ __device__ __forceinline__ void arrive_free(Mbarrier& free) {
   }
 }
 
-// Where the tiles were, values are staged when nothing more comes into them or leaves them for the
-// other block, which also may end only then.
+// Two blocks wait for each other: before the first row goes to the other, whose barriers are then
+// there, and when all tiles are used up. Values are staged where the tiles were, when nothing more
+// comes into them or leaves them for the other block, which also may end only then. Everybody has
+// waited for what came, so nothing is left to be ordered.
 template <int kBlocks>
-__device__ __forceinline__ void end_tiles() {
+__device__ __forceinline__ void meet_other_block() {
   if constexpr (kBlocks > 1) {
-    cuda::cluster_arrive();
+    cuda::cluster_arrive_relaxed();
     cuda::cluster_wait();
   }
 }
 
+// Barriers and what is known of the row are there.
+template <int kBlocks>
+__device__ __forceinline__ void meet_block() {
+  cuda::sync_roles(kAllRoles, kThreads);
+  meet_other_block<kBlocks>();
+}
+
 // Warpgroup 0. The tiles [0, num_tiles) of the part.
 template <int kHeadDim, int kBlocks>
-__device__ __forceinline__ void attend_left(const Target& to, int num_tiles,
-                                            SharedMemory<kHeadDim>& shared) {
+__device__ __forceinline__ void attend_left(const Scores& scores, int num_tiles,
+                                            SharedMemory<kHeadDim>& shared, ValueSums& values,
+                                            HeadState& state) {
   const bool leads = threadIdx.x % 32 == 0;
-  ValueSums values = {};
-  HeadState state;
 #pragma unroll 1
   for (int i = 0; i < num_tiles; ++i) {
     const int stage = i % kStages;
@@ -61,7 +70,7 @@ __device__ __forceinline__ void attend_left(const Target& to, int num_tiles,
     // The values of the last tile are there.
     cuda::wgmma_wait<0>();
     pin(values);
-    if (i > 0) arrive_free<kBlocks>(shared.left_free[1 - stage]);
+    if (i > 0 && i + 1 < num_tiles) arrive_free<kBlocks>(shared.left_free[1 - stage]);
     cuda::mbarrier_wait(shared.left_full[stage], i / kStages);
     cuda::wgmma_fence();
     multiply_keys(shared.q, tile, 0, kHalfPanels, dots);
@@ -71,7 +80,7 @@ __device__ __forceinline__ void attend_left(const Target& to, int num_tiles,
     cuda::wgmma_wait<0>();
     cuda::wgmma_pin(dots);
     const uint64_t present = *reinterpret_cast<const uint64_t*>(shared.present[stage]);
-    const uint32_t own_steps = softmax(to.params.scores, present, dots, state);
+    const uint32_t own_steps = softmax(scores, present, dots, state);
     const uint32_t warp_steps = __reduce_or_sync(0xFFFFFFFF, own_steps);
     // The other warpgroup has used up the last weights.
     if (i > 0) cuda::sync_roles(kWeightsRead, 2 * kGroupThreads);
@@ -99,17 +108,12 @@ __device__ __forceinline__ void attend_left(const Target& to, int num_tiles,
   cuda::wgmma_wait<0>();
   pin(values);
   if (num_tiles > 0) cuda::sync_roles(kWeightsRead, 2 * kGroupThreads);
-  store_heads(to, state, shared);
-  end_tiles<kBlocks>();
-  cuda::sync_roles(kConsumers, 2 * kGroupThreads);
-  store_values(to, 0, values, shared.factors, shared.staged(0));
 }
 
 // Warpgroup 1.
 template <int kHeadDim, int kBlocks>
-__device__ __forceinline__ void attend_right(const Target& to, int num_tiles,
-                                             SharedMemory<kHeadDim>& shared) {
-  ValueSums values = {};
+__device__ __forceinline__ void attend_right(int num_tiles, SharedMemory<kHeadDim>& shared,
+                                             ValueSums& values) {
 #pragma unroll 1
   for (int i = 0; i < num_tiles; ++i) {
     const int stage = i % kStages;
@@ -124,61 +128,104 @@ __device__ __forceinline__ void attend_right(const Target& to, int num_tiles,
     cuda::wgmma_commit();
     cuda::wgmma_wait<0>();
     pin(values);
-    arrive_free<kBlocks>(shared.right_free[stage]);
+    if (i + kStages < num_tiles) arrive_free<kBlocks>(shared.right_free[stage]);
     cuda::sync_roles(kWeightsRead, 2 * kGroupThreads);
   }
-  end_tiles<kBlocks>();
+}
+
+// Computed where they are used: registers are few.
+__device__ inline int64_t row_of_block(const Params& params) {
+  return static_cast<uint32_t>(cuda::computed_here(static_cast<int>(blockIdx.x))) /
+         params.head_groups;
+}
+__device__ inline int64_t first_head_of_block(const Params& params) {
+  return static_cast<uint32_t>(cuda::computed_here(static_cast<int>(blockIdx.x))) %
+         params.head_groups * kHeads;
+}
+__device__ inline Target target_of_block(const Params& params, const BlockRow& row) {
+  return {params, row_of_block(params), blockIdx.y, first_head_of_block(params), row.is_result};
+}
+
+template <int kHeadDim, int kBlocks>
+__device__ __forceinline__ void init_barriers(SharedMemory<kHeadDim>& shared) {
+  for (int stage = 0; stage < kStages; ++stage) {
+    cuda::mbarrier_init(shared.left_full[stage], kKeyWarps);
+    cuda::mbarrier_init(shared.right_full[stage], kKeyWarps);
+    cuda::mbarrier_init(shared.left_free[stage], 4 * kBlocks);  // by the warps of a consumer
+    cuda::mbarrier_init(shared.right_free[stage], 4 * kBlocks);
+  }
+  if constexpr (kBlocks > 1) cuda::show_barriers_to_cluster();
+}
+
+// The warpgroups that bring keys: they look up the row for all, because reads of memory one after
+// the other lead to its keys.
+template <int kHeadDim, int kBlocks>
+__device__ __forceinline__ void work_on_keys(const Params& params, SharedMemory<kHeadDim>& shared) {
+  const bool leads = threadIdx.x == 2 * kGroupThreads;
+  const int64_t t = row_of_block(params), part = blockIdx.y;
+  if (leads) init_barriers<kHeadDim, kBlocks>(shared);
+  const RowParts parts = params.parts(t);
+  const bool is_result = parts.num_parts <= 1;
+  // Tiles are few enough for an int.
+  auto begin = static_cast<int>(is_result ? 0 : parts.first_block(part));
+  auto end = static_cast<int>(is_result ? parts.num_blocks : parts.first_block(part + 1));
+  // An empty row has no part; its first block writes the zeros.
+  const bool has_part = part == 0 || part < parts.num_parts;
+  if (!has_part) begin = end = 0;
+  if (leads) shared.row = {has_part ? end - begin : -1, is_result};
+  const auto meet = [] { meet_block<kBlocks>(); };
+  if (begin < end) {
+    bring_keys<kHeadDim, kBlocks>(params, ListedKeys{params.segments, parts, t}, begin, end, meet,
+                                  shared);
+  } else {
+    meet();
+  }
+  if (shared.row.num_tiles >= 0) meet_other_block<kBlocks>();
+}
+
+// The warpgroups that use them.
+template <int kHeadDim, int kBlocks>
+__device__ __forceinline__ void work_on_heads(const Params& params,
+                                              SharedMemory<kHeadDim>& shared) {
+  const int64_t first_head = first_head_of_block(params);
+  const int64_t heads_left = params.outputs.num_heads - first_head;
+  const int heads = static_cast<int>(heads_left < kHeads ? heads_left : kHeads);
+  const int group = threadIdx.x / kGroupThreads;
+  ask_queries(params.queries, row_of_block(params), first_head, heads, shared);
+  prefetch_for_store(params, row_of_block(params), first_head, heads, shared);
+  meet_block<kBlocks>();
+  const BlockRow row = shared.row;
+  if (row.num_tiles < 0) {
+    cuda::wait_for_copies();
+    return;
+  }
+  ValueSums values = {};
+  if (group == 0) {
+    cuda::take_registers<kLogitRegisters>();
+    wait_for_queries();
+    HeadState state;
+    attend_left<kHeadDim, kBlocks>(params.scores, row.num_tiles, shared, values, state);
+    store_heads(target_of_block(params, row), state, shared);
+    cuda::give_registers<kValueRegisters>();
+  } else {
+    cuda::take_registers<kValueRegisters>();
+    wait_for_queries();
+    attend_right<kHeadDim, kBlocks>(row.num_tiles, shared, values);
+  }
+  meet_other_block<kBlocks>();
   cuda::sync_roles(kConsumers, 2 * kGroupThreads);
-  store_values(to, kHalfChannels, values, shared.factors, shared.staged(1));
+  // Once for both, for the sake of code that is fetched once.
+  store_values(target_of_block(params, row), group * kHalfChannels, values, shared);
 }
 
 template <int kHeadDim, int kBlocks>
 __device__ __forceinline__ void attend_block(const Params& params, SharedMemory<kHeadDim>& shared) {
-  const int64_t t = blockIdx.x / params.head_groups, part = blockIdx.y;
-  const int64_t first_head = blockIdx.x % params.head_groups * kHeads;
-  const int group = threadIdx.x / kGroupThreads;
-  // An empty row has no part; its first block writes the zeros.
-  if (part > 0 && part >= params.parts(t).num_parts) return;
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < kStages; ++stage) {
-      cuda::mbarrier_init(shared.left_full[stage], kKeyWarps);
-      cuda::mbarrier_init(shared.right_full[stage], kKeyWarps);
-      cuda::mbarrier_init(shared.left_free[stage], 4 * kBlocks);  // by the warps of a consumer
-      cuda::mbarrier_init(shared.right_free[stage], 4 * kBlocks);
-    }
-    if constexpr (kBlocks > 1) cuda::show_barriers_to_cluster();
-  }
-  // Nothing is known of the row yet, but the start of its list and the queries are wanted soon.
-  const int64_t heads_left = params.outputs.num_heads - first_head;
-  const int heads = static_cast<int>(heads_left < kHeads ? heads_left : kHeads);
-  if (group < 2) {
-    ask_queries(params.queries, t, first_head, heads, shared);
-  } else if (group == 2 && params.segments[0].indices && threadIdx.x % kGroupThreads < 8) {
-    const int slot = threadIdx.x % 8 * 32;
-    if (slot < params.segments[0].indices.shape[1])
-      cuda::prefetch_l2(&params.segments[0].indices(t, slot));
-  }
-  const RowParts parts = params.parts(t);
-  const bool is_result = parts.num_parts <= 1;
-  // Tiles are few enough for an int.
-  const auto begin = static_cast<int>(is_result ? 0 : parts.first_block(part));
-  const auto end = static_cast<int>(is_result ? parts.num_blocks : parts.first_block(part + 1));
-  const Target to{params, t, part, first_head, is_result};
-  __syncthreads();
-  end_tiles<kBlocks>();  // of nobody, but both blocks' barriers are there
-  if (group >= 2) {
+  cuda::let_next_launch_start();
+  if (threadIdx.x / kGroupThreads >= 2) {
     cuda::give_registers<kKeyRegisters>();
-    bring_keys<kHeadDim, kBlocks>(params, ListedKeys{params.segments, parts, t}, begin, end,
-                                  shared);
-    end_tiles<kBlocks>();
-  } else if (group == 0) {
-    cuda::take_registers<kLogitRegisters>();
-    wait_for_queries();
-    attend_left<kHeadDim, kBlocks>(to, end - begin, shared);
+    work_on_keys<kHeadDim, kBlocks>(params, shared);
   } else {
-    cuda::take_registers<kValueRegisters>();
-    wait_for_queries();
-    attend_right<kHeadDim, kBlocks>(to, end - begin, shared);
+    work_on_heads<kHeadDim, kBlocks>(params, shared);
   }
 }
 

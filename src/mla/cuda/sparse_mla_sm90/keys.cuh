@@ -433,11 +433,11 @@ class PlaceFinder {
   int32_t after_;          // what names those after them
 };
 
-// The tiles [begin, end) of the row.
-template <int kHeadDim, int kBlocks>
+// The tiles [begin, end) of the row, at least one; meet() when the first rows are on their way.
+template <int kHeadDim, int kBlocks, class Meet>
 __device__ __forceinline__ void bring_keys(const Params& params, const ListedKeys& keys, int begin,
-                                           int end, SharedMemory<kHeadDim>& shared) {
-  if (begin >= end) return;
+                                           int end, const Meet& meet,
+                                           SharedMemory<kHeadDim>& shared) {
   constexpr bool kHasRest = kHeadDim > kValueDim;
   const auto segment_of = [&](int tile) { return keys.is_primary(tile) ? 0 : 1; };
   const KeyThread me;
@@ -467,6 +467,7 @@ __device__ __forceinline__ void bring_keys(const Params& params, const ListedKey
   };
   place = finder.next(begin);
   ask_left(segment_of(begin), place);
+  meet();
 #pragma unroll 1
   for (int i = begin; i < end; ++i) {
     const int stage = (i - begin) % kStages, use = (i - begin) / kStages;

@@ -29,8 +29,8 @@ unsigned blocks_together(const SparseMlaProblem& problem) {
 }
 
 // The number of parts with the least time, by the bound of the rows alone, in units of a tile: a
-// block takes about two before its first tile and after its last, the fold two and an eighth a
-// part.
+// block takes about two before its first tile and after its last, the fold one and a half and a
+// 32nd a part.
 int64_t parts_of(const SparseMlaProblem& problem, const Device& device) {
   const int64_t tiles = RowParts(problem.topk, problem.extra_topk, 1).num_blocks;
   if (problem.fixed_splits > 0) return std::max<int64_t>(1, std::min(problem.fixed_splits, tiles));
@@ -42,7 +42,7 @@ int64_t parts_of(const SparseMlaProblem& problem, const Device& device) {
     const int64_t blocks = rows * groups_of_heads(problem) * parts;
     const int64_t rounds = (blocks + num_sms - 1) / num_sms;
     const int64_t eighths =
-        8 * rounds * ((tiles + parts - 1) / parts + 2) + (parts > 1 ? 16 + parts : 0);
+        8 * rounds * ((tiles + parts - 1) / parts + 2) + (parts > 1 ? 12 + parts / 4 : 0);
     if (parts > 1 && eighths >= least) continue;
     best = parts;
     least = eighths;
