@@ -513,7 +513,7 @@ __device__ __forceinline__ void score_run(const Params& params, const Run& run, 
     if (!own.any()) return;
   } else {
     // Both bring keys, whoever has rows. The places of the last ones are free.
-    cuda::sync_some(3, 2 * kGroupThreads);
+    cuda::sync_roles(3, 2 * kGroupThreads);
   }
   // The last keys are those of the share.
   const int64_t end_key = run.keys.begin + (first_tile + num_tiles) * kKeys;
