@@ -633,8 +633,12 @@ __device__ __forceinline__ void score_run(const Params& params, const Run& run, 
         if (part < kParts - 2) start(part + 2);
       }
     }
-    // Nobody waits for the last turn that was said to be there.
-    if (Shape::kGroups == 2) turn += (tiles + Shape::kTiles - 1) / Shape::kTiles + 1;
+    // One turn more was said to be there than products were made of.
+    if constexpr (Shape::kGroups == 2) {
+      const int turns = (tiles + Shape::kTiles - 1) / Shape::kTiles;
+      wait_for_both(turns);
+      turn += turns + 1;
+    }
   }
   cuda::wait_for_copies();  // of tiles past the last one: nothing was read
 }
