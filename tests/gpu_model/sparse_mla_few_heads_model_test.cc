@@ -3,8 +3,6 @@
 
 #include <gtest/gtest.h>
 
-#include <limits>
-
 #include "tests/gpu_model/sparse_mla_model_suite.h"
 #include "tests/mla/sparse_mla_case.h"
 
@@ -13,7 +11,6 @@ namespace {
 
 using test::cache_of;
 using test::CacheSpec;
-using test::Outputs;
 using test::SparseMlaCase;
 
 class SparseMlaFewHeadsModel
@@ -106,32 +103,14 @@ TEST_F(SparseMlaFewHeadsModel, EmptyRowsAndEmptyTilesHaveNoWeight) {
 }
 
 TEST_F(SparseMlaFewHeadsModel, NoOrderOfTheThreadsChangesABit) {
-  SparseMlaCase test_case({.rows = 1,
-                           .heads = 16,
-                           .primary = cache_of(RowFormat::kV32, 16, 330, 0),
-                           .fixed_splits = 1});
-  const Outputs first = run(test_case);
-  for (const unsigned seed : {2U, 3U, 4U}) {
-    test::gpu::settings().seed = seed;
-    EXPECT_TRUE(SameBits(run(test_case), first));
-  }
+  expect_same_bits_in_any_order({.rows = 1,
+                                 .heads = 16,
+                                 .primary = cache_of(RowFormat::kV32, 16, 330, 0),
+                                 .fixed_splits = 1});
 }
 
 TEST_F(SparseMlaFewHeadsModel, NanStaysInItsHead) {
-  SparseMlaCase test_case(
-      {.rows = 1, .heads = 9, .primary = {RowFormat::kV32, 2, 90, 150, false, false, 0, 32}});
-  const Outputs clean = run(test_case);
-  test_case.set_q(0, 4, 100, std::numeric_limits<float>::quiet_NaN());
-  const Outputs outputs = run(test_case);
-  for (size_t i = 0; i < clean.out_bits.size(); ++i) {
-    if (i / 512 != 4) {
-      ASSERT_EQ(outputs.out_bits[i], clean.out_bits[i]);
-    }
-  }
-  for (size_t h = 0; h < 9; ++h) {
-    EXPECT_EQ(std::isnan(outputs.lse[h]), h == 4);
-    for (size_t d = 0; d < 512; ++d) ASSERT_EQ(std::isnan(outputs.out[h * 512 + d]), h == 4);
-  }
+  expect_nan_in_its_head({RowFormat::kV32, 2, 90, 150, false, false, 0, 32});
 }
 
 }  // namespace

@@ -2,6 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <limits>
+
 #include "tests/gpu_model/gpu_model.h"
 #include "tests/gpu_model/sparse_mla_model.h"
 #include "tests/mla/sparse_mla_case.h"
@@ -20,6 +23,30 @@ class SparseMlaModelSuite : public testing::Test {
     EXPECT_TRUE(test_case.matches(run(test_case)))
         << to_string(spec.primary.format) << " + " << to_string(spec.extra.format) << ", heads "
         << spec.heads << ", page padding " << spec.primary.page_pad << ", seed " << spec.seed;
+  }
+  static void expect_same_bits_in_any_order(const CaseSpec& spec) {
+    SparseMlaCase test_case(spec);
+    const Outputs first = run(test_case);
+    for (const unsigned seed : {2U, 3U, 4U}) {
+      gpu::settings().seed = seed;
+      EXPECT_TRUE(SameBits(run(test_case), first));
+    }
+  }
+  // Of one row of 9 heads.
+  static void expect_nan_in_its_head(const CacheSpec& cache) {
+    SparseMlaCase test_case({.rows = 1, .heads = 9, .primary = cache});
+    const Outputs clean = run(test_case);
+    test_case.set_q(0, 4, 100, std::numeric_limits<float>::quiet_NaN());
+    const Outputs outputs = run(test_case);
+    for (size_t i = 0; i < clean.out_bits.size(); ++i) {
+      if (i / 512 != 4) {
+        ASSERT_EQ(outputs.out_bits[i], clean.out_bits[i]);
+      }
+    }
+    for (size_t h = 0; h < 9; ++h) {
+      EXPECT_EQ(std::isnan(outputs.lse[h]), h == 4);
+      for (size_t d = 0; d < 512; ++d) ASSERT_EQ(std::isnan(outputs.out[h * 512 + d]), h == 4);
+    }
   }
 };
 

@@ -6,7 +6,6 @@
 #include <array>
 #include <cmath>
 #include <cstring>
-#include <limits>
 #include <utility>
 #include <vector>
 
@@ -20,7 +19,6 @@ namespace {
 
 using test::cache_of;
 using test::CacheSpec;
-using test::Outputs;
 using test::SparseMlaCase;
 
 class SparseMlaSm90Model : public test::SparseMlaModelSuite<test::gpu::run_sparse_mla_sm90> {};
@@ -150,17 +148,12 @@ TEST_F(SparseMlaSm90Model, EntriesWithoutAKeyChangeNoBit) {
 }
 
 TEST_F(SparseMlaSm90Model, NoOrderOfTheThreadsChangesABit) {
-  SparseMlaCase test_case({.rows = 1,
-                           .heads = 64,
-                           .head_dim_qk = 512,
-                           .primary = cache_of(RowFormat::kV4, 16, 250, 0),
-                           .extra = cache_of(RowFormat::kR512, 16, 140, 0),
-                           .fixed_splits = 1});
-  const Outputs first = run(test_case);
-  for (const unsigned seed : {2U, 3U, 4U}) {
-    test::gpu::settings().seed = seed;
-    EXPECT_TRUE(SameBits(run(test_case), first));
-  }
+  expect_same_bits_in_any_order({.rows = 1,
+                                 .heads = 64,
+                                 .head_dim_qk = 512,
+                                 .primary = cache_of(RowFormat::kV4, 16, 250, 0),
+                                 .extra = cache_of(RowFormat::kR512, 16, 140, 0),
+                                 .fixed_splits = 1});
 }
 
 // With queries of zero and one key a row the output is the key: all codes, with scales at the edges
@@ -237,19 +230,7 @@ TEST_F(SparseMlaSm90Model, OneKeyComesBackAsItDecodes) {
 }
 
 TEST_F(SparseMlaSm90Model, NanStaysInItsHead) {
-  SparseMlaCase test_case({.rows = 1, .heads = 9, .primary = {RowFormat::kBf16, 0, 90, 70}});
-  const Outputs clean = run(test_case);
-  test_case.set_q(0, 4, 100, std::numeric_limits<float>::quiet_NaN());
-  const Outputs outputs = run(test_case);
-  for (size_t i = 0; i < clean.out_bits.size(); ++i) {
-    if (i / 512 != 4) {
-      ASSERT_EQ(outputs.out_bits[i], clean.out_bits[i]);
-    }
-  }
-  for (size_t h = 0; h < 9; ++h) {
-    EXPECT_EQ(std::isnan(outputs.lse[h]), h == 4);
-    for (size_t d = 0; d < 512; ++d) ASSERT_EQ(std::isnan(outputs.out[h * 512 + d]), h == 4);
-  }
+  expect_nan_in_its_head({RowFormat::kBf16, 0, 90, 70});
 }
 
 }  // namespace

@@ -53,27 +53,6 @@ __device__ inline void store4(const uint8_t (&from)[4], uint8_t* to) {
   }
 }
 
-/// Eight bytes that no one writes while the kernel runs, at an address that they divide; zeros,
-/// without reading, where not present. No select waits for the read.
-__device__ inline uint2 load_or_zeros(const uint8_t* from, bool present) {
-  uint2 value;
-  asm("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n"
-      "@p ld.global.nc.v2.b32 {%0, %1}, [%2];\n}\n"
-      : "=r"(value.x), "=r"(value.y)
-      : "l"(from), "r"(present ? 1 : 0));
-  return value;
-}
-
-/// The same with sixteen bytes.
-__device__ inline uint4 load_or_zeros4(const uint8_t* from, bool present) {
-  uint4 value;
-  asm("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n"
-      "mov.b32 %2, 0;\nmov.b32 %3, 0;\n@p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];\n}\n"
-      : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-      : "l"(from), "r"(present ? 1 : 0));
-  return value;
-}
-
 /// A float at any address.
 template <bool kAligned>
 __device__ inline float load_float(const uint8_t* from) {

@@ -13,22 +13,6 @@ float load_float(const uint8_t* from) {
   return value;
 }
 
-inline uint2 load_or_zeros(const uint8_t* from, bool present) {
-  uint2 value{0, 0};
-  if (!present) return value;
-  test::gpu::need_alignment(from, 8);
-  std::memcpy(&value, from, 8);
-  return value;
-}
-
-inline uint4 load_or_zeros4(const uint8_t* from, bool present) {
-  uint4 value{0, 0, 0, 0};
-  if (!present) return value;
-  test::gpu::need_alignment(from, 16);
-  std::memcpy(&value, from, 16);
-  return value;
-}
-
 inline void prefetch_l2(const void*) {}
 
 inline void load_ahead(uint32_t& to, const void* from) {
