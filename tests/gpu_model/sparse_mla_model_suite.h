@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <initializer_list>
 #include <limits>
 
 #include "tests/gpu_model/gpu_model.h"
@@ -10,6 +11,14 @@
 #include "tests/mla/sparse_mla_case.h"
 
 namespace fovea::test {
+
+/// Rows at any address, at multiples of 8 (v4 pages of an odd number of rows) and of 16 bytes.
+inline CacheSpec cache_of(RowFormat format, int64_t page_size, int64_t topk, int64_t page_pad) {
+  CacheSpec cache{format, page_size, (160 + page_size - 1) / page_size * page_size, topk, true};
+  cache.page_pad = page_pad;
+  cache.bf16_scale = page_size % 2 == 1;
+  return cache;
+}
 
 /// Suite of an implementation of sparse_mla that `kRun` runs by the model of a GPU.
 template <void (*kRun)(SparseMlaProblem, const SparseMlaTensors&)>
@@ -23,6 +32,28 @@ class SparseMlaModelSuite : public testing::Test {
     EXPECT_TRUE(test_case.matches(run(test_case)))
         << to_string(spec.primary.format) << " + " << to_string(spec.extra.format) << ", heads "
         << spec.heads << ", page padding " << spec.primary.page_pad << ", seed " << spec.seed;
+  }
+  // Five heads of each format, `topk` keys and more of another cache; rows of `page_pad` 19 at any
+  // address, those of 32 at multiples of 16 bytes. Seeds follow `seed`.
+  static void expect_formula_for_formats(std::initializer_list<RowFormat> formats, int64_t topk,
+                                         bool rotates, uint64_t seed) {
+    for (const RowFormat format : formats) {
+      const bool narrow = format == RowFormat::kV4 || format == RowFormat::kR512;
+      for (const int64_t page_pad : {19, 32}) {
+        const CacheSpec flat{RowFormat::kBf16, 0, 90, 70, true};
+        const bool mixed = page_pad == 19;
+        gpu::settings().seed = static_cast<unsigned>(++seed);
+        expect_formula({.rows = 2,
+                        .heads = 5,
+                        .head_dim_qk = narrow ? 512 : 576,
+                        .primary = cache_of(format, 2, topk, page_pad),
+                        .extra = mixed ? flat : cache_of(format, 16, 70, page_pad),
+                        .sink = true,
+                        .fixed_splits = mixed ? 2 : 1,
+                        .rope_dim = rotates && narrow ? 64 : 0,
+                        .seed = seed});
+      }
+    }
   }
   static void expect_same_bits_in_any_order(const CaseSpec& spec) {
     SparseMlaCase test_case(spec);
@@ -49,13 +80,5 @@ class SparseMlaModelSuite : public testing::Test {
     }
   }
 };
-
-/// Rows at any address, at multiples of 8 (v4 pages of an odd number of rows) and of 16 bytes.
-inline CacheSpec cache_of(RowFormat format, int64_t page_size, int64_t topk, int64_t page_pad) {
-  CacheSpec cache{format, page_size, (160 + page_size - 1) / page_size * page_size, topk, true};
-  cache.page_pad = page_pad;
-  cache.bf16_scale = page_size % 2 == 1;
-  return cache;
-}
 
 }  // namespace fovea::test

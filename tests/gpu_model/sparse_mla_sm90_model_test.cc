@@ -25,24 +25,9 @@ class SparseMlaSm90Model : public test::SparseMlaModelSuite<test::gpu::run_spars
 
 // Rows at any address and at multiples of 16 bytes; up to five tiles, of both caches.
 TEST_F(SparseMlaSm90Model, FollowsTheFormulaForEveryFormatAndAlignment) {
-  uint64_t seed = 0;
-  for (const RowFormat format :
-       {RowFormat::kV4, RowFormat::kR512, RowFormat::kV32, RowFormat::kF576, RowFormat::kBf16}) {
-    const bool narrow = format == RowFormat::kV4 || format == RowFormat::kR512;
-    for (const int64_t page_pad : {19, 32}) {
-      const CacheSpec flat{RowFormat::kBf16, 0, 90, 70, true};
-      const bool mixed = page_pad == 19;
-      test::gpu::settings().seed = static_cast<unsigned>(++seed);
-      expect_formula({.rows = 2,
-                      .heads = 5,
-                      .head_dim_qk = narrow ? 512 : 576,
-                      .primary = cache_of(format, 2, 190, page_pad),
-                      .extra = mixed ? flat : cache_of(format, 16, 70, page_pad),
-                      .sink = true,
-                      .fixed_splits = mixed ? 2 : 1,
-                      .seed = seed});
-    }
-  }
+  expect_formula_for_formats(
+      {RowFormat::kV4, RowFormat::kR512, RowFormat::kV32, RowFormat::kF576, RowFormat::kBf16}, 190,
+      false, 0);
 }
 
 TEST_F(SparseMlaSm90Model, FollowsTheFormulaForGroupsOfHeadsAndManyTiles) {
