@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Mapping, Optional, Sequence, Union
+from typing import Any, Callable, Mapping, Optional, Sequence, TypeVar, Union
 
 from . import _native
 
@@ -42,20 +42,31 @@ def keywords(
     )
 
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 _functions: dict[Callable[..., Any], Any] = {}
 
 
-def call(
-    function: Callable[..., Any],
-    arguments: Mapping[str, Any],
-    results: tuple[str, ...] = (),
-    unwanted: tuple[str, ...] = (),
-) -> Any:
-    """Runs the operator of `function`'s name on the function's `arguments`, which are its locals().
+def operator(
+    *results: Union[str, tuple[str, str, Any]],
+    made: Optional[Callable[..., Any]] = None,
+    by_name: bool = False,
+) -> Callable[[Function], Function]:
+    """Declares a function of the operator of its name, whose body is call(function, locals()).
 
-    The result, or the results as a tuple in the order of `results`; without `results` all of them by name.
+    Args:
+        results: names of the results in their order; (name, argument, value): there is that one where the argument is
+            the value. One is given as it is, several as a tuple.
+        made: what makes the function's result of several.
+        by_name: the results are a dictionary of all of them.
     """
-    native = _functions.get(function)
-    if native is None:
-        native = _functions.setdefault(function, _native.OperatorFunction(function.__name__, *declaration(function)))
-    return native.call(arguments, results, unwanted)
+
+    def declare(function: Function) -> Function:
+        _functions[function] = _native.OperatorFunction(function, *declaration(function), results, made, by_name)
+        return function
+
+    return declare
+
+
+def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Runs the operator that `function` declares on the function's `arguments`, which are its locals()."""
+    return _functions[function].call(arguments)

@@ -38,12 +38,10 @@ def num_threads() -> int:
 class OperatorFunction:
     """One function of the package."""
 
-    def __init__(self, op: str, tensors: tuple, params: tuple) -> None: ...
+    def __init__(self, function: object, tensors: tuple, params: tuple, results: tuple, made: object | None, by_name: bool) -> None: ...
 
-    def call(self, arguments: dict, results: tuple, unwanted: tuple) -> object:
-        """
-        Runs the operator on the locals() of the function: the results in their order.
-        """
+    def call(self, arguments: dict) -> object:
+        """Runs the operator on the locals() of the function."""
 
 def outputs(op: str, results: tuple, out: object | None) -> dict:
     """

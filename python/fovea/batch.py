@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Mapping, Optional
 
-from ._call import Out, Tensor, call
+from ._call import Out, Tensor, call, operator
 
 
+@operator(by_name=True)
 def metadata_refresh(
     seq_len: Tensor,
     pool_row: Tensor,
@@ -62,6 +63,7 @@ def metadata_refresh(
     return call(metadata_refresh, locals())
 
 
+@operator("error_word")
 def metadata_check(
     seq_len: Tensor,
     pool_row: Tensor,
@@ -101,9 +103,10 @@ def metadata_check(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    return call(metadata_check, locals(), ("error_word",))
+    return call(metadata_check, locals())
 
 
+@operator("schedule")
 def paged_schedule(
     row_len: Tensor,
     workers: int = 64,
@@ -126,9 +129,10 @@ def paged_schedule(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    return call(paged_schedule, locals(), ("schedule",))
+    return call(paged_schedule, locals())
 
 
+@operator("split_schedule", "split_indptr")
 def split_schedule(
     topk_length: Tensor,
     parts: int = 64,
@@ -149,9 +153,10 @@ def split_schedule(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    return call(split_schedule, locals(), ("split_schedule", "split_indptr"))
+    return call(split_schedule, locals())
 
 
+@operator(by_name=True)
 def context_split(
     seq_len: Tensor,
     ext_len: Tensor,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Optional
 
-from ._call import Out, Tensor, call
+from ._call import Out, Tensor, call, operator
 
 
+@operator()
 def pack_rows(
     src: Tensor,
     slots: Tensor,
@@ -43,6 +44,7 @@ def pack_rows(
     call(pack_rows, locals())
 
 
+@operator("out")
 def unpack_rows(
     pool: Tensor,
     slots: Tensor,
@@ -73,9 +75,10 @@ def unpack_rows(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    return call(unpack_rows, locals(), ("out",))
+    return call(unpack_rows, locals())
 
 
+@operator()
 def move_rows(
     src_slots: Tensor,
     dst_slots: Tensor,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Optional
 
-from ._call import Out, Tensor, call
+from ._call import Out, Tensor, call, operator
 
 
+@operator("emitted")
 def v4_compress(
     kv_gate: Tensor,
     ape: Tensor,
@@ -58,4 +59,4 @@ def v4_compress(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range, a state that is too short.
     """
-    return call(v4_compress, locals(), ("emitted",))
+    return call(v4_compress, locals())

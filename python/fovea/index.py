@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Optional
 
-from ._call import Out, Tensor, call
+from ._call import Out, Tensor, call, operator
 
 
 class QuantizedIndex(NamedTuple):
@@ -17,6 +17,7 @@ class QuantizedIndex(NamedTuple):
     head_weight: Tensor
 
 
+@operator(*QuantizedIndex._fields, made=QuantizedIndex)
 def index_quantize(
     q: Tensor,
     k: Tensor,
@@ -53,9 +54,10 @@ def index_quantize(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    return QuantizedIndex(*call(index_quantize, locals(), QuantizedIndex._fields))
+    return call(index_quantize, locals())
 
 
+@operator()
 def index_store(
     k_fp8: Tensor,
     k_scale: Tensor,
@@ -81,6 +83,7 @@ def index_store(
     call(index_store, locals())
 
 
+@operator("k_fp8", "k_scale")
 def index_gather(
     index_pool: Tensor,
     page_table: Tensor,
@@ -108,9 +111,10 @@ def index_gather(
         InvalidArgument: types, shapes, a page too short for its rows.
         Unsupported: ``kv_indptr`` on a GPU without ``out``.
     """
-    return call(index_gather, locals(), ("k_fp8", "k_scale"))
+    return call(index_gather, locals())
 
 
+@operator("logits")
 def index_logits(
     q_fp8: Tensor,
     head_weight: Tensor,
@@ -151,9 +155,10 @@ def index_logits(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    return call(index_logits, locals(), ("logits",))
+    return call(index_logits, locals())
 
 
+@operator("indices")
 def topk_select(
     logits: Tensor,
     row_len: Tensor,
@@ -192,9 +197,10 @@ def topk_select(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    return call(topk_select, locals(), ("indices",))
+    return call(topk_select, locals())
 
 
+@operator("indices")
 def index_select(
     q_fp8: Tensor,
     head_weight: Tensor,
@@ -229,4 +235,4 @@ def index_select(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    return call(index_select, locals(), ("indices",))
+    return call(index_select, locals())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Optional
 
-from ._call import Out, Tensor, call
+from ._call import Out, Tensor, call, operator
 
 
+@operator("log_decay")
 def kda_gate(
     g: Tensor,
     gate: str,
@@ -34,9 +35,10 @@ def kda_gate(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    return call(kda_gate, locals(), ("log_decay",))
+    return call(kda_gate, locals())
 
 
+@operator("out")
 def kda_prefill(
     q: Tensor,
     k: Tensor,
@@ -101,9 +103,10 @@ def kda_prefill(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range; with ``check`` a fault of the contents.
     """
-    return call(kda_prefill, locals(), ("out",))
+    return call(kda_prefill, locals())
 
 
+@operator("out")
 def kda_decode(
     g: Tensor,
     beta: Tensor,
@@ -147,9 +150,10 @@ def kda_decode(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range; with ``check`` a fault of the contents.
     """
-    return call(kda_decode, locals(), ("out",))
+    return call(kda_decode, locals())
 
 
+@operator("out", "scratch")
 def kda_verify(
     g: Tensor,
     beta: Tensor,
@@ -196,9 +200,10 @@ def kda_verify(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range; with ``check`` a fault of the contents.
     """
-    return call(kda_verify, locals(), ("out", "scratch"))
+    return call(kda_verify, locals())
 
 
+@operator()
 def kda_commit(
     scratch: Tensor,
     accepted: Tensor,
@@ -239,6 +244,7 @@ def kda_commit(
     call(kda_commit, locals())
 
 
+@operator("out", ("window_scratch", "mode", "verify"))
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -287,7 +293,7 @@ def causal_conv1d(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range; with ``check`` a fault of the contents.
     """
-    return call(causal_conv1d, locals(), ("out", "window_scratch") if mode == "verify" else ("out",))
+    return call(causal_conv1d, locals())
 
 
 class StageGate(NamedTuple):
@@ -298,6 +304,7 @@ class StageGate(NamedTuple):
     k_hat: Tensor
 
 
+@operator(*StageGate._fields, made=StageGate)
 def kda_stage_gate(
     q: Tensor,
     k: Tensor,
@@ -332,7 +339,7 @@ def kda_stage_gate(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    return StageGate(*call(kda_stage_gate, locals(), StageGate._fields))
+    return call(kda_stage_gate, locals())
 
 
 class StageIntra(NamedTuple):
@@ -345,6 +352,7 @@ class StageIntra(NamedTuple):
     kr: Tensor
 
 
+@operator(*StageIntra._fields, made=StageIntra)
 def kda_stage_intra(
     q_hat: Tensor,
     k_hat: Tensor,
@@ -377,7 +385,7 @@ def kda_stage_intra(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    return StageIntra(*call(kda_stage_intra, locals(), StageIntra._fields))
+    return call(kda_stage_intra, locals())
 
 
 class StageInter(NamedTuple):
@@ -388,6 +396,7 @@ class StageInter(NamedTuple):
     final_state: Tensor
 
 
+@operator(*StageInter._fields, made=StageInter)
 def kda_stage_inter(
     w: Tensor,
     kr: Tensor,
@@ -417,9 +426,10 @@ def kda_stage_inter(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    return StageInter(*call(kda_stage_inter, locals(), StageInter._fields))
+    return call(kda_stage_inter, locals())
 
 
+@operator("out")
 def kda_stage_output(
     q_hat: Tensor,
     g_sum: Tensor,
@@ -448,4 +458,4 @@ def kda_stage_output(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    return call(kda_stage_output, locals(), ("out",))
+    return call(kda_stage_output, locals())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Optional
 
-from ._call import Out, Tensor, call
+from ._call import Out, Tensor, call, operator
 
 
+@operator("out", "lse", ("max_logits", "return_max_logits", True))
 def sparse_mla(
     q: Tensor,
     kv: Tensor,
@@ -74,11 +75,10 @@ def sparse_mla(
         InvalidArgument: types, shapes, parameters outside their range.
         Unsupported: ``impl`` does not do this problem.
     """
-    if return_max_logits:
-        return call(sparse_mla, locals(), ("out", "lse", "max_logits"))
-    return call(sparse_mla, locals(), ("out", "lse"), unwanted=("max_logits",))
+    return call(sparse_mla, locals())
 
 
+@operator("out", "lse")
 def dense_mla(
     q: Tensor,
     kv: Tensor,
@@ -120,9 +120,10 @@ def dense_mla(
         InvalidArgument: types, shapes, parameters outside their range.
         Unsupported: a row format that this build lacks.
     """
-    return call(dense_mla, locals(), ("out", "lse"))
+    return call(dense_mla, locals())
 
 
+@operator("out", "lse")
 def mha_varlen(
     q: Tensor,
     k: Tensor,
@@ -151,9 +152,10 @@ def mha_varlen(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    return call(mha_varlen, locals(), ("out", "lse"))
+    return call(mha_varlen, locals())
 
 
+@operator("out", "lse")
 def merge_lse(
     out_parts: Tensor,
     lse_parts: Tensor,
@@ -178,9 +180,10 @@ def merge_lse(
     Raises:
         InvalidArgument: types, shapes.
     """
-    return call(merge_lse, locals(), ("out", "lse"))
+    return call(merge_lse, locals())
 
 
+@operator("q")
 def concat_absorbed_q(
     q_nope: Tensor,
     q_rope: Tensor,
@@ -201,9 +204,10 @@ def concat_absorbed_q(
     Raises:
         InvalidArgument: types, shapes.
     """
-    return call(concat_absorbed_q, locals(), ("q",))
+    return call(concat_absorbed_q, locals())
 
 
+@operator("q_fp8", "k_fp8")
 def mla_rope_quantize(
     positions: Tensor,
     cos_sin: Tensor,
@@ -235,9 +239,10 @@ def mla_rope_quantize(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    return call(mla_rope_quantize, locals(), ("q_fp8", "k_fp8"))
+    return call(mla_rope_quantize, locals())
 
 
+@operator("out", "lse")
 def swa_decode(
     q: Tensor,
     kv: Tensor,
@@ -275,9 +280,10 @@ def swa_decode(
         InvalidArgument: types, shapes, parameters outside their range.
         Unsupported: a row format that no implementation has on this device.
     """
-    return call(swa_decode, locals(), ("out", "lse"))
+    return call(swa_decode, locals())
 
 
+@operator("indices", "row_len")
 def build_swa_indices(
     q_indptr: Tensor,
     kv_len: Tensor,
@@ -313,4 +319,4 @@ def build_swa_indices(
         InvalidArgument: types, shapes, parameters outside their range.
         Unsupported: ``q_indptr`` on a GPU without ``row_valid``.
     """
-    return call(build_swa_indices, locals(), ("indices", "row_len"))
+    return call(build_swa_indices, locals())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Optional
 
-from ._call import Out, Tensor, call
+from ._call import Out, Tensor, call, operator
 
 
+@operator("page_table")
 def build_page_table(
     req_to_token: Tensor,
     pool_row: Tensor,
@@ -35,9 +36,10 @@ def build_page_table(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    return call(build_page_table, locals(), ("page_table",))
+    return call(build_page_table, locals())
 
 
+@operator("scores")
 def msa_block_scores(
     iq: Tensor,
     index_k: Tensor,
@@ -74,9 +76,10 @@ def msa_block_scores(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    return call(msa_block_scores, locals(), ("scores",))
+    return call(msa_block_scores, locals())
 
 
+@operator("blocks")
 def msa_select_blocks(
     scores: Tensor,
     kv_len: Tensor,
@@ -116,9 +119,10 @@ def msa_select_blocks(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    return call(msa_select_blocks, locals(), ("blocks",))
+    return call(msa_select_blocks, locals())
 
 
+@operator("blocks")
 def msa_score_select(
     iq: Tensor,
     index_k: Tensor,
@@ -160,9 +164,10 @@ def msa_score_select(
     Raises:
         InvalidArgument: types, shapes, parameters outside their range.
     """
-    return call(msa_score_select, locals(), ("blocks",))
+    return call(msa_score_select, locals())
 
 
+@operator("out", "lse")
 def msa_attend(
     q: Tensor,
     k_pool: Tensor,
@@ -218,4 +223,4 @@ def msa_attend(
         InvalidArgument: types, shapes, parameters outside their range.
         Unsupported: ``impl`` does not do this problem.
     """
-    return call(msa_attend, locals(), ("out", "lse"))
+    return call(msa_attend, locals())

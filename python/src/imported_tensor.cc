@@ -39,7 +39,8 @@ std::string dtype_of(nb::handle object) {
 PyTypeObject* torch_tensor_type() {
   static PyTypeObject* known = nullptr;
   if (known != nullptr) return known;
-  PyObject* torch = PyDict_GetItemString(PyImport_GetModuleDict(), "torch");
+  static PyObject* const name = PyUnicode_InternFromString("torch");
+  PyObject* torch = PyDict_GetItemWithError(PyImport_GetModuleDict(), name);
   if (torch == nullptr) return nullptr;
   const nb::object type = nb::getattr(nb::handle(torch), "Tensor", nb::none());
   if (PyType_Check(type.ptr()) == 0) return nullptr;  // torch is being imported

@@ -1,20 +1,16 @@
 // The native part of the Python package: calls operators by name. What users see is python/fovea.
 
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <atomic>
-#include <exception>
 #include <string>
-#include <utility>
-#include <vector>
 
 #include "fovea/call_operator.h"
-#include "fovea/error.h"
 #include "fovea/implementation.h"
 #include "fovea/version.h"
+#include "python/src/errors.h"
 #include "python/src/exported_tensor.h"
 #include "python/src/memory.h"
 #include "python/src/operator_function.h"
@@ -68,54 +64,17 @@ void set_num_threads(int threads) {
 // Whether a device exists; Error says why not.
 void check_device(const std::string& device) { parse_device(device); }
 
-// Exception classes by the word of the error code, then the base class.
-struct ErrorClasses {
-  std::vector<std::pair<std::string, nb::object>> classes;
-  nb::object base;
-};
-
-// Never destroyed: exceptions may be thrown while the interpreter ends.
-ErrorClasses& error_classes() {
-  static auto* classes = new ErrorClasses;
-  return *classes;
-}
-
-void register_errors(nb::dict classes, nb::object base) {
-  ErrorClasses& known = error_classes();
-  known.classes.clear();
-  for (const auto& [code, type] : classes) {
-    known.classes.emplace_back(nb::cast<std::string>(code), nb::borrow(type));
-  }
-  known.base = std::move(base);
-}
-
-void translate(const std::exception_ptr& pointer, void* /*unused*/) {
-  try {
-    std::rethrow_exception(pointer);
-  } catch (const Error& error) {
-    const std::string code(to_string(error.code()));
-    PyObject* type =
-        error_classes().base.is_valid() ? error_classes().base.ptr() : PyExc_RuntimeError;
-    for (const auto& [word, entry] : error_classes().classes) {
-      if (word == code) type = entry.ptr();
-    }
-    PyErr_SetString(type, error.what());
-  }
-}
-
 }  // namespace
 }  // namespace fovea::python
 
 NB_MODULE(_native, module) {
   using namespace fovea::python;  // NOLINT: the module's functions
-  nb::register_exception_translator(translate);
   // Error classes and the operators' results outlive the module in references of the user.
   nb::set_leak_warnings(false);
   module.doc() = "Native part of fovea: operators by name. Use the functions of the package.";
   module.def(
       "version", [] { return std::string(fovea::version()); }, "major.minor.patch");
-  module.def("register_errors", &register_errors, nb::arg("classes"), nb::arg("base"),
-             "Sets the exception classes by error code, and the class of every other code.");
+  bind_errors(module);
   module.def(
       "result_shapes", &result_shapes, nb::arg("op"), nb::arg("tensors"), nb::arg("params"),
       nb::arg("unwanted"),

@@ -4,12 +4,15 @@
 #include <nanobind/stl/tuple.h>
 
 #include <bit>
+#include <exception>
 #include <memory>
 #include <string_view>
 #include <tuple>
+#include <unordered_map>
 #include <utility>
 
 #include "fovea/error.h"
+#include "python/src/errors.h"
 #include "python/src/params.h"
 #include "python/src/workspaces.h"
 
@@ -32,24 +35,15 @@ std::string_view text_view(nb::handle object) {
   return {text, static_cast<size_t>(bytes)};
 }
 
-// An argument of the function, None when it has no such one.
-nb::handle find(const nb::dict& arguments, nb::handle key) {
-  PyObject* value = PyDict_GetItemWithError(arguments.ptr(), key.ptr());
-  if (value == nullptr && PyErr_Occurred() != nullptr) throw nb::python_error();
-  return value == nullptr ? nb::handle(Py_None) : nb::handle(value);
-}
-
 [[noreturn]] void refuse(std::string_view op, const std::string& what) {
   throw Error(ErrorCode::kInvalidArgument, std::string(op).append(": ").append(what));
 }
 
 std::string class_name(nb::handle object) { return Py_TYPE(object.ptr())->tp_name; }
 
-std::string list(const nb::tuple& names) {
+std::string list(std::span<const std::string_view> names) {
   std::string text;
-  for (const nb::handle name : names) {
-    text.append(text.empty() ? "" : ", ").append(text_view(name));
-  }
+  for (const std::string_view name : names) text.append(text.empty() ? "" : ", ").append(name);
   return text;
 }
 
@@ -65,7 +59,8 @@ bool is_mapping(nb::handle object) {
 
 // Calls add(name, tensor) for every result that `out` brings.
 template <class Add>
-void for_each_output(std::string_view op, const nb::tuple& results, nb::handle out, Add add) {
+void for_each_output(std::string_view op, std::span<const std::string_view> results, nb::handle out,
+                     Add add) {
   if (out.is_none()) return;
   if (is_mapping(out)) {
     nb::dict by_name;
@@ -78,7 +73,7 @@ void for_each_output(std::string_view op, const nb::tuple& results, nb::handle o
     }
     return;
   }
-  const size_t count = nb::len(results);
+  const size_t count = results.size();
   if (count == 0) {
     refuse(op, "out is of type " + class_name(out) + ", expected a mapping of tensors by name");
   }
@@ -92,19 +87,21 @@ void for_each_output(std::string_view op, const nb::tuple& results, nb::handle o
       const nb::object tensor =
           nb::steal(PySequence_GetItem(out.ptr(), static_cast<Py_ssize_t>(i)));
       if (!tensor.is_valid()) throw nb::python_error();
-      if (!tensor.is_none()) add(text_view(results[i]), tensor);
+      if (!tensor.is_none()) add(results[i], tensor);
     }
     return;
   }
   if (count != 1) {
     refuse(op, "out is one tensor, expected a tuple of " + list(results) + " or a mapping by name");
   }
-  add(text_view(results[0]), out);
+  add(results[0], out);
 }
 
 nb::dict outputs(const std::string& op, const nb::tuple& results, const nb::object& out) {
+  std::vector<std::string_view> names;
+  for (const nb::handle name : results) names.push_back(text_view(name));
   nb::dict by_name;
-  for_each_output(op, results, out, [&](std::string_view name, nb::handle tensor) {
+  for_each_output(op, names, out, [&](std::string_view name, nb::handle tensor) {
     by_name[nb::str(name.data(), name.size())] = tensor;
   });
   return by_name;
@@ -141,14 +138,8 @@ void add_param(const Label& label, size_t number, nb::handle value, CallKey* key
   }
 }
 
-PyObject* impl_key() {
-  static PyObject* const key = interned("impl");
-  return key;
-}
-
 // The implementation that the caller names; empty: none.
-std::string_view implementation_of(std::string_view op, const nb::dict& arguments) {
-  const nb::handle impl = find(arguments, impl_key());
+std::string_view implementation_of(std::string_view op, nb::handle impl) {
   if (impl.is_none()) return {};
   if (PyUnicode_Check(impl.ptr()) == 0) {
     refuse(op, "impl is of type " + class_name(impl) + ", expected the name of an implementation");
@@ -156,106 +147,259 @@ std::string_view implementation_of(std::string_view op, const nb::dict& argument
   return text_view(impl);
 }
 
-nb::object stream_of(const nb::dict& arguments) {
-  static PyObject* const key = interned("stream");
-  return nb::borrow(find(arguments, key));
+// The functions that are called directly. The GIL is held.
+using DirectFunctions = std::unordered_map<const PyObject*, const OperatorFunction*>;
+DirectFunctions& direct_functions() {
+  static auto* const known = new DirectFunctions;
+  return *known;
 }
+
+// The call of a function of Python as it was before.
+vectorcallfunc call_body = nullptr;
 
 }  // namespace
 
-OperatorFunction::OperatorFunction(std::string op, const nb::tuple& tensors,
-                                   const nb::tuple& params)
-    : op_(std::move(op)) {
-  for (const auto& [names, arguments] : {std::pair(&tensors, &tensors_), {&params, &params_}}) {
-    for (const nb::handle name : *names) {
-      std::string text(text_view(name));
-      arguments->push_back({nb::steal(interned(text.c_str())), std::move(text)});
+OperatorFunction::OperatorFunction(nb::object function, const nb::tuple& tensors,
+                                   const nb::tuple& params, const nb::tuple& results,
+                                   nb::object made, bool by_name)
+    : function_(std::move(function)),
+      code_(function_.attr("__code__")),
+      defaults_(function_.attr("__defaults__")),
+      keyword_defaults_(function_.attr("__kwdefaults__")),
+      op_(nb::cast<std::string>(function_.attr("__name__"))),
+      num_positional_(nb::cast<size_t>(code_.attr("co_argcount"))),
+      made_(std::move(made)),
+      by_name_(by_name) {
+  const size_t count = num_positional_ + nb::cast<size_t>(code_.attr("co_kwonlyargcount"));
+  const size_t num_defaults = defaults_.is_none() ? 0 : nb::len(defaults_);
+  if (count > kMaxArguments || nb::len(results) > kMaxResults) {
+    throw Error(ErrorCode::kInternal, op_ + ": too many arguments or results");
+  }
+  for (size_t i = 0; i < count; ++i) {
+    Argument& argument = arguments_.emplace_back();
+    argument.name = text_view(nb::object(code_.attr("co_varnames")[i]));
+    argument.key = nb::steal(interned(argument.name.c_str()));
+    if (i >= num_positional_) {
+      if (keyword_defaults_.is_none()) continue;
+      argument.otherwise =
+          nb::borrow(PyDict_GetItemWithError(keyword_defaults_.ptr(), argument.key.ptr()));
+    } else if (i + num_defaults >= num_positional_) {
+      argument.otherwise = defaults_[i + num_defaults - num_positional_];
     }
   }
+  for (const nb::handle name : tensors) tensors_.push_back(number_of(text_view(name)));
+  for (const nb::handle name : params) params_.push_back(number_of(text_view(name)));
+  impl_ = number_of("impl");
+  out_ = number_of("out");
+  stream_ = number_of("stream");
+  for (const nb::handle entry : results) {
+    Result& result = results_.emplace_back();
+    if (PyUnicode_Check(entry.ptr()) != 0) {
+      result.name = text_view(entry);
+      continue;
+    }
+    result.name = text_view(nb::object(entry[0]));
+    result.argument = number_of(text_view(nb::object(entry[1])));
+    result.value = entry[2];
+  }
+#if PY_VERSION_HEX >= 0x030C0000
+  if (PyFunction_Check(function_.ptr()) == 0) return;
+  auto* const body = reinterpret_cast<PyFunctionObject*>(function_.ptr());
+  if (call_body == nullptr) call_body = body->vectorcall;
+  if (body->vectorcall != call_body) return;
+  direct_functions()[function_.ptr()] = this;
+  PyFunction_SetVectorcall(body, &OperatorFunction::call_directly);
+#endif
 }
 
-void OperatorFunction::add_to_key(const nb::dict& arguments, const PythonCallTensors& bound,
-                                  CallKey* key) const {
-  key->add(op_);
-  key->add(implementation_of(op_, arguments));
+OperatorFunction::~OperatorFunction() { direct_functions().erase(function_.ptr()); }
+
+size_t OperatorFunction::number_of(std::string_view name) const {
+  for (size_t i = 0; i < arguments_.size(); ++i) {
+    if (arguments_[i].name == name) return i;
+  }
+  return kMaxArguments;
+}
+
+bool OperatorFunction::describes(const PyObject* function) const {
+  const auto* const body = reinterpret_cast<const PyFunctionObject*>(function);
+  const auto is = [](const PyObject* now, const nb::object& was) {
+    return now == was.ptr() || (now == nullptr && was.is_none());
+  };
+  return is(body->func_code, code_) && is(body->func_defaults, defaults_) &&
+         is(body->func_kwdefaults, keyword_defaults_);
+}
+
+bool OperatorFunction::bind(PyObject* const* given, size_t count, PyObject* keywords,
+                            Values* values) const {
+  if (count > num_positional_) return false;
+  for (size_t i = 0; i < count; ++i) (*values)[i] = given[i];
+  for (size_t i = count; i < arguments_.size(); ++i) (*values)[i] = nullptr;
+  const Py_ssize_t num_keywords = keywords == nullptr ? 0 : PyTuple_GET_SIZE(keywords);
+  for (Py_ssize_t k = 0; k < num_keywords; ++k) {
+    PyObject* const key = PyTuple_GET_ITEM(keywords, k);
+    size_t number = 0;
+    while (number < arguments_.size() && arguments_[number].key.ptr() != key) ++number;
+    // A name that was put together is another object.
+    if (number == arguments_.size()) number = number_of(text_view(key));
+    if (number == kMaxArguments || (*values)[number] != nullptr) return false;
+    (*values)[number] = given[count + static_cast<size_t>(k)];
+  }
+  for (size_t i = count; i < arguments_.size(); ++i) {
+    if ((*values)[i] != nullptr) continue;
+    (*values)[i] = arguments_[i].otherwise.ptr();
+    if ((*values)[i] == nullptr) return false;
+  }
+  return true;
+}
+
+PyObject* OperatorFunction::call_directly(PyObject* function, PyObject* const* given, size_t flags,
+                                          PyObject* keywords) noexcept {
+  try {
+    const auto found = direct_functions().find(function);
+    Values values;
+    if (found != direct_functions().end() && found->second->describes(function) &&
+        found->second->bind(given, static_cast<size_t>(PyVectorcall_NARGS(flags)), keywords,
+                            &values)) {
+      return found->second->run(values, 1).release().ptr();
+    }
+  } catch (...) {
+    set_python_error(std::current_exception());
+    return nullptr;
+  }
+  return call_body(function, given, flags, keywords);
+}
+
+void OperatorFunction::add_to_key(const Values& values, const PythonCallTensors& bound,
+                                  uint64_t wanted, CallKey* key) const {
+  key->add(reinterpret_cast<uintptr_t>(this));
+  key->add(implementation_of(op_, optional(values, impl_)));
   const bool is_cpu = bound.device_kind() == DeviceKind::kCpu;
   key->add(static_cast<uint64_t>(bound.device_kind()) << 32 |
            static_cast<uint64_t>(is_cpu ? thread_limit() : bound.ordinal()));
-  for (const auto* tensors : {&bound.inputs(), &bound.given()}) {
-    key->add(tensors->size());
-    for (const NamedTensor& entry : *tensors) {
-      key->add(entry.name);
-      key->add(entry.tensor.view(), entry.tensor.is_writable());
-    }
+  uint64_t present = 0;
+  for (const size_t tensor : tensors_) {
+    if (values[tensor] != Py_None) present |= uint64_t{1} << tensor;
   }
-  key->add(bound.unwanted().size());
-  for (const std::string& name : bound.unwanted()) key->add(name);
-  for (size_t i = 0; i < params_.size(); ++i) {
-    const nb::handle value = find(arguments, params_[i].key);
-    if (!value.is_none()) add_param({op_, params_[i].name}, i, value, key);
+  key->add(present);
+  for (const NamedTensor& entry : bound.inputs()) {
+    key->add(entry.tensor.view(), entry.tensor.is_writable());
+  }
+  key->add(wanted);
+  key->add(bound.given().size());
+  for (const NamedTensor& entry : bound.given()) {
+    key->add(entry.name);
+    key->add(entry.tensor.view(), entry.tensor.is_writable());
+  }
+  // A value that is the default itself is left out, as is an argument that is not given.
+  for (const size_t param : params_) {
+    const nb::handle value = values[param];
+    if (value.is_none() || value.is(arguments_[param].otherwise)) continue;
+    add_param({op_, arguments_[param].name}, param, value, key);
   }
 }
 
-CallOutcome OperatorFunction::plan_and_run(const nb::dict& arguments, const CallKey& key,
+CallOutcome OperatorFunction::plan_and_run(const Values& values, const CallKey& key,
                                            PythonCallTensors* bound) const {
   bound->require_writable_results();
   Json params = Json::object();
-  for (const Argument& param : params_) {
-    const nb::handle value = find(arguments, param.key);
-    if (!value.is_none()) params.set(param.name, to_param({op_, param.name}, value));
+  for (const size_t param : params_) {
+    const nb::handle value = values[param];
+    if (value.is_none()) continue;
+    const std::string& name = arguments_[param].name;
+    params.set(name, to_param({op_, name}, value));
   }
   auto record = std::make_shared<CallRecord>();
-  CallOutcome outcome =
-      call_operator(op_, *bound, params, bound->device(thread_limit()),
-                    Options{std::string(implementation_of(op_, arguments))}, record.get());
+  CallOutcome outcome = call_operator(
+      op_, *bound, params, bound->device(thread_limit()),
+      Options{std::string(implementation_of(op_, optional(values, impl_)))}, record.get());
   if (record->is_repeatable()) CallCache::instance().insert(key, std::move(record));
   return outcome;
 }
 
-nb::object OperatorFunction::call(const nb::dict& arguments, const nb::tuple& results,
-                                  const nb::tuple& unwanted) const {
-  static PyObject* const out_key = interned("out");
-  PythonCallTensors bound(op_, stream_of(arguments));
-  for (const Argument& tensor : tensors_) {
-    const nb::handle object = find(arguments, tensor.key);
-    if (!object.is_none()) bound.add_input(tensor.name, object);
+OperatorFunction::Names OperatorFunction::names_of_results(const Values& values,
+                                                           PythonCallTensors* bound,
+                                                           uint64_t* wanted) const {
+  Names names;
+  *wanted = 0;
+  for (size_t i = 0; i < results_.size(); ++i) {
+    const Result& result = results_[i];
+    if (result.argument < kMaxArguments && values[result.argument] != result.value.ptr()) {
+      const int is_equal =
+          PyObject_RichCompareBool(values[result.argument], result.value.ptr(), Py_EQ);
+      if (is_equal < 0) throw nb::python_error();
+      if (is_equal == 0) {
+        bound->add_unwanted(result.name);
+        continue;
+      }
+    }
+    names.list[names.count++] = result.name;
+    *wanted |= uint64_t{1} << i;
   }
-  for_each_output(op_, results, find(arguments, out_key),
+  return names;
+}
+
+nb::object OperatorFunction::result_of(const PythonCallTensors& bound, const Names& names) const {
+  if (by_name_) return bound.results();
+  if (names.count == 0) return nb::none();
+  if (names.count == 1) return bound.result(names.list[0]);
+  nb::object results = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(names.count)));
+  if (!results.is_valid()) throw nb::python_error();
+  for (size_t i = 0; i < names.count; ++i) {
+    PyTuple_SET_ITEM(results.ptr(), static_cast<Py_ssize_t>(i),
+                     bound.result(names.list[i]).release().ptr());
+  }
+  if (made_.is_none()) return results;
+  nb::object made = nb::steal(PyObject_CallObject(made_.ptr(), results.ptr()));
+  if (!made.is_valid()) throw nb::python_error();
+  return made;
+}
+
+// `caller_level`: frames of Python from the innermost to the caller of the function.
+nb::object OperatorFunction::run(const Values& values, int caller_level) const {
+  PythonCallTensors bound(op_, nb::borrow(optional(values, stream_)));
+  for (const size_t tensor : tensors_) {
+    if (values[tensor] != Py_None) bound.add_input(arguments_[tensor].name, values[tensor]);
+  }
+  uint64_t wanted = 0;
+  const Names names = names_of_results(values, &bound, &wanted);
+  for_each_output(op_, names.span(), optional(values, out_),
                   [&](std::string_view name, nb::handle object) { bound.add_given(name, object); });
-  for (const nb::handle name : unwanted) bound.add_unwanted(text_view(name));
   CallKey key;
-  add_to_key(arguments, bound, &key);
+  add_to_key(values, bound, wanted, &key);
   CallOutcome planned;
   const CallOutcome* outcome = &planned;
   const std::shared_ptr<const CallRecord> record = CallCache::instance().find(key);
   if (record != nullptr) {
     outcome = &record->repeat(bound);
   } else {
-    planned = plan_and_run(arguments, key, &bound);
+    planned = plan_and_run(values, key, &bound);
   }
   for (const std::string& note : outcome->notes) {
-    // Of the caller of the function that called this.
-    if (PyErr_WarnEx(PyExc_UserWarning, note.c_str(), 3) != 0) throw nb::python_error();
+    if (PyErr_WarnEx(PyExc_UserWarning, note.c_str(), caller_level) != 0) throw nb::python_error();
   }
-  const size_t count = nb::len(results);
-  if (count == 0) return bound.results();
-  if (count == 1) return bound.result(text_view(results[0]));
-  nb::object tuple = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(count)));
-  if (!tuple.is_valid()) throw nb::python_error();
-  for (size_t i = 0; i < count; ++i) {
-    PyTuple_SET_ITEM(tuple.ptr(), static_cast<Py_ssize_t>(i),
-                     bound.result(text_view(results[i])).release().ptr());
+  return result_of(bound, names);
+}
+
+nb::object OperatorFunction::call(const nb::dict& arguments) const {
+  Values values;
+  for (size_t i = 0; i < arguments_.size(); ++i) {
+    values[i] = PyDict_GetItemWithError(arguments.ptr(), arguments_[i].key.ptr());
+    if (values[i] != nullptr) continue;
+    if (PyErr_Occurred() != nullptr) throw nb::python_error();
+    refuse(op_, "the argument " + arguments_[i].name + " is missing");
   }
-  return tuple;
+  return run(values, 3);
 }
 
 void bind_operator_functions(nb::module_& module) {
   nb::class_<OperatorFunction>(module, "OperatorFunction", "One function of the package.")
-      .def(nb::init<std::string, const nb::tuple&, const nb::tuple&>(), nb::arg("op"),
-           nb::arg("tensors"), nb::arg("params"))
-      .def("call", &OperatorFunction::call, nb::arg("arguments"), nb::arg("results"),
-           nb::arg("unwanted"),
-           "Runs the operator on the locals() of the function: the results in their order.");
+      .def(nb::init<nb::object, const nb::tuple&, const nb::tuple&, const nb::tuple&, nb::object,
+                    bool>(),
+           nb::arg("function"), nb::arg("tensors"), nb::arg("params"), nb::arg("results"),
+           nb::arg("made").none(), nb::arg("by_name"))
+      .def("call", &OperatorFunction::call, nb::arg("arguments"),
+           "Runs the operator on the locals() of the function.");
   module.def("outputs", &outputs, nb::arg("op"), nb::arg("results"), nb::arg("out").none(),
              "Where results go, by name. Without `results` only a mapping says which is meant.");
   module.def(

@@ -108,7 +108,7 @@ class PythonCallTensors final : public CallTensors {
   bool is_given(std::string_view name) const;
   TensorView provide(const std::string& name, DType dtype, const std::vector<int64_t>& shape,
                      bool zeroed);
-  nanobind::object make(DType dtype, const nanobind::tuple& shape, bool zeroed) const;
+  nanobind::object make(DType dtype, const std::vector<int64_t>& shape, bool zeroed) const;
   Stream stream() const;
   Label label(std::string_view name) const { return {op_, name}; }
 
