@@ -3,6 +3,7 @@
 #include "src/batch/cuda/schedules.cuh"
 #include "src/batch/metadata_refresh_impl.h"
 #include "src/batch/split_schedule_impl.h"
+#include "src/core/cuda/cached_copy.cuh"
 #include "src/core/cuda/launch.cuh"
 
 // One launch. Every step has a block for each of its sums over the whole batch: the rows, the paged
@@ -282,8 +283,8 @@ __device__ void fill_page(const PageParams& pages, int64_t request, int64_t colu
     const int64_t first_token = column * pages.page_size;
     if (first_token >= kv_length(seq_len, step.length_addend, step.kv_capacity)) continue;
     if (page == kUnread) {
-      const int32_t slot =
-          known ? pages.req_to_token[pool_row * pages.token_stride + first_token] : -1;
+      const int32_t* const from = pages.req_to_token + pool_row * pages.token_stride + first_token;
+      const int32_t slot = known ? cuda::load_word(from, cuda::cache_policy_once()) : -1;
       page = slot < 0 ? -1 : slot / pages.page_size;
     }
     step.page_table[request * step.table_stride + column] = page;

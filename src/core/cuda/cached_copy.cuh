@@ -29,6 +29,16 @@ __device__ inline void copy_async(void* to, const void* from, bool present, Cach
       : "memory");
 }
 
+/// A word that the launch does not write, with a policy.
+__device__ inline int32_t load_word(const int32_t* from, CachePolicy policy) {
+  int32_t word;
+  // Volatile: without that the compiler reads also where the program would not.
+  asm volatile("ld.global.nc.L2::cache_hint.b32 %0, [%1], %2;"
+               : "=r"(word)
+               : "l"(from), "l"(policy.bits));
+  return word;
+}
+
 /// Brings the line of the address to the second-level cache.
 __device__ inline void prefetch(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
