@@ -137,7 +137,7 @@ class SparseMlaCase : public OperatorCase<SparseMla, OutLse> {
   }
   std::string difference(const SparseMlaTensors& actual,
                          const SparseMlaTensors& reference) override {
-    return out_lse_difference(actual, reference);
+    return out_lse_difference(actual, reference, attention_tolerance(implementation_));
   }
 
   int64_t pool_rows_;
@@ -192,7 +192,7 @@ class DenseMlaCase : public OperatorCase<DenseMla, OutLse> {
             slice_rows(full.lse, row, row + 1)};
   }
   std::string difference(const DenseMlaTensors& actual, const DenseMlaTensors& reference) override {
-    return out_lse_difference(actual, reference);
+    return out_lse_difference(actual, reference, attention_tolerance(implementation_));
   }
 
   OwnedTensor q_, kv_, page_table_, kv_len_, q_indptr_, row_kv_len_, row_q_indptr_;
@@ -243,7 +243,7 @@ class MhaVarlenCase : public OperatorCase<MhaVarlen, OutLse> {
   }
   std::string difference(const MhaVarlenTensors& actual,
                          const MhaVarlenTensors& reference) override {
-    return out_lse_difference(actual, reference);
+    return out_lse_difference(actual, reference, attention_tolerance(implementation_));
   }
 
   int64_t rows_per_request_;
@@ -273,7 +273,7 @@ class MergeLseCase : public OperatorCase<MergeLse, OutLse> {
     return {out_parts_, lse_parts_, {}, outputs->out, outputs->lse};
   }
   std::string difference(const MergeLseTensors& actual, const MergeLseTensors& reference) override {
-    return out_lse_difference(actual, reference);
+    return out_lse_difference(actual, reference, kBf16Output);
   }
 
   OwnedTensor out_parts_, lse_parts_;

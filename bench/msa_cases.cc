@@ -7,6 +7,7 @@
 #include "bench/cases.h"
 #include "bench/check.h"
 #include "bench/operator_case.h"
+#include "bench/out_lse.h"
 #include "fovea/msa_attend.h"
 #include "fovea/msa_block_scores.h"
 #include "fovea/msa_score_select.h"
@@ -205,8 +206,7 @@ class MsaAttendCase : public OperatorCase<MsaAttend, OutLse> {
   }
   std::string difference(const MsaAttendTensors& actual,
                          const MsaAttendTensors& reference) override {
-    const std::string wrong = difference_text("out", actual.out, reference.out, kBf16Output);
-    return wrong.empty() ? difference_text("lse", actual.lse, reference.lse, kFp32Output) : wrong;
+    return out_lse_difference(actual, reference, attention_tolerance(implementation_));
   }
 
   Generator generator_;

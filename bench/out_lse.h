@@ -14,8 +14,9 @@ struct OutLse {
 };
 
 template <class Tensors>
-std::string out_lse_difference(const Tensors& actual, const Tensors& reference) {
-  const std::string wrong = difference_text("out", actual.out, reference.out, kBf16Output);
+std::string out_lse_difference(const Tensors& actual, const Tensors& reference,
+                               const Tolerance& out_tolerance) {
+  const std::string wrong = difference_text("out", actual.out, reference.out, out_tolerance);
   return wrong.empty() ? difference_text("lse", actual.lse, reference.lse, kFp32Output) : wrong;
 }
 

@@ -156,7 +156,7 @@ class V4AttentionCase : public OperatorCase<SparseMla, OutLse> {
   }
   std::string difference(const SparseMlaTensors& actual,
                          const SparseMlaTensors& reference) override {
-    return out_lse_difference(actual, reference);
+    return out_lse_difference(actual, reference, attention_tolerance(implementation_));
   }
 
   LatentRows window_, extra_;
@@ -215,7 +215,7 @@ class SwaDecodeCase : public OperatorCase<SwaDecode, OutLse> {
   }
   std::string difference(const SwaDecodeTensors& actual,
                          const SwaDecodeTensors& reference) override {
-    return out_lse_difference(actual, reference);
+    return out_lse_difference(actual, reference, attention_tolerance(implementation_));
   }
 
   LatentRows window_;

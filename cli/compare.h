@@ -6,13 +6,12 @@
 /// The limits of `fovea verify`.
 namespace fovea::cli {
 
-// One rounding to bf16 (half an ulp is 2^-9 relative) of the result, sums in fp32, and
-// probabilities rounded to bf16 in some implementations; 5e-3 is the project's limit for a bf16
-// output.
+// One rounding to bf16 (8 bits: 2^-8 relative at most) of the result and sums in fp32; 5e-3 is the
+// project's limit for a bf16 output.
 inline constexpr Tolerance kBf16Tolerance{1e-3, 2.01 / 128, 5e-3};
-// The same where an implementation may round the probabilities to bf16 for the second product: each
-// then errs by 2^-9 of itself, hence the output by up to 2^-9 * max |v|, and |v| stays below 2 in
-// the problems of verify.
+// The same where an implementation may round the weights to bf16 for the product with the values:
+// each then errs by up to 2^-8 of itself, hence the output by up to 2^-8 of the weights' mean of
+// |v|, and that stays below 1 in the problems of verify.
 inline constexpr Tolerance kBf16ProductTolerance{4e-3, 2.01 / 128, 5e-3};
 // fp32 sums of a few thousand terms.
 inline constexpr Tolerance kFp32Tolerance{1e-5, 1e-4, 1e-5};

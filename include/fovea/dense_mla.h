@@ -60,6 +60,8 @@ struct DenseMlaTensors {
 /// q_indptr[R] belong to no request: they are neither read nor written. Offsets are device contents
 /// and never trusted: each is cut to [0, T] and raised to its predecessor.
 ///
+/// Numbers: as sparse_mla's; cpu_avx512bf16 rounds weights to bf16 for their products, too.
+///
 /// Determinism: a row's bits depend on its own q and on the keys that it sees, and, on a GPU with
 /// split_keys = 0, on the plan's bounds. They do not depend on threads, on other requests or rows,
 /// on the page size or on where pages lie, on how a prefill is cut into chunks, or on whether a row

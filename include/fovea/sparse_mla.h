@@ -102,6 +102,12 @@ struct SparseMlaTensors {
 /// a referenced token, or a logit of +inf, gives NaN in out, lse and max_logits of that row and
 /// head only. sink = -inf: no effect; sink = +inf: out = 0.
 ///
+/// Numbers: logits, weights and sums of weights are fp32 or better, also where bf16 is multiplied,
+/// and out is rounded to bf16 once. On a GPU each weight is rounded to bf16 for its product with a
+/// value, and for nothing else: lse is that of the unrounded ones, and an element of out is off by
+/// up to 2^-8 sum_j exp(s_j - lse) |k_j| (times the factor of the sink) more. docs/sparse_mla.md
+/// says what that comes to.
+///
 /// Determinism: a row's bits depend on its own q, lengths, index list and keys, never on the other
 /// rows or the number of threads, and are the same for a packed row and for the bf16 row that it
 /// decodes to (f576: with k_scale 1, when every value is a bf16 number).

@@ -26,7 +26,7 @@ class SparseMlaModelSuite : public testing::Test {
  protected:
   void TearDown() override { gpu::settings() = {}; }
 
-  static Outputs run(SparseMlaCase& test_case) { return test_case.run_by(kRun); }
+  static Outputs run(SparseMlaCase& test_case) { return test_case.run_by(kRun, "cuda"); }
   static void expect_formula(const CaseSpec& spec) {
     SparseMlaCase test_case(spec);
     EXPECT_TRUE(test_case.matches(run(test_case)))

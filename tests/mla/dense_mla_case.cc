@@ -185,6 +185,7 @@ DenseMlaOutputs DenseMlaCase::run(const DenseMlaProblem& problem, const DenseMla
   EXPECT_TRUE(out.gaps_untouched() && lse.gaps_untouched()) << "wrote between rows of an output";
   DenseMlaOutputs outputs;
   outputs.heads = problem.num_heads;
+  outputs.rounds_weights = rounds_weights(plan.implementation().name);
   outputs.out = to_doubles(tensors.out);
   outputs.lse = to_doubles(tensors.lse);
   for (const double value : outputs.out)
@@ -194,8 +195,9 @@ DenseMlaOutputs DenseMlaCase::run(const DenseMlaProblem& problem, const DenseMla
   return outputs;
 }
 
-DenseMlaOutputs DenseMlaCase::expected() {
-  const DenseMlaProblem problem = this->problem();
+DenseMlaOutputs DenseMlaCase::expected() { return expected(problem()); }
+
+DenseMlaOutputs DenseMlaCase::expected(const DenseMlaProblem& problem) {
   DenseMlaOutputs outputs;
   outputs.heads = spec_.heads;
   for (size_t r = 0; r < spec_.rows.size(); ++r) {
@@ -205,7 +207,7 @@ DenseMlaOutputs DenseMlaCase::expected() {
       for (int64_t h = 0; h < spec_.heads; ++h) {
         const int64_t g = h / (spec_.heads / spec_.heads_kv);
         long double sum = 0;
-        std::vector<long double> value(512, 0);
+        std::vector<long double> value(512, 0), magnitude(512, 0);
         for (int64_t j = 0; j < std::min(last, num_keys(request)); ++j) {
           if (!key_exists(request, j)) continue;
           double dot[4] = {};  // four chains of additions, for speed
@@ -215,12 +217,17 @@ DenseMlaOutputs DenseMlaCase::expected() {
               std::exp(static_cast<long double>(problem.softmax_scale) *
                        (static_cast<long double>(dot[0]) + dot[1] + dot[2] + dot[3]));
           sum += weight;
-          for (int64_t d = 0; d < 512; ++d)
-            value[static_cast<size_t>(d)] += weight * key(request, g, j, d);
+          for (size_t d = 0; d < 512; ++d) {
+            const double channel = key(request, g, j, static_cast<int64_t>(d));
+            value[d] += weight * channel;
+            magnitude[d] += weight * std::fabs(channel);
+          }
         }
         outputs.lse.push_back(static_cast<double>(std::log(sum)));
-        for (const long double v : value)
-          outputs.out.push_back(sum == 0 ? 0.0 : static_cast<double>(v / sum));
+        for (size_t d = 0; d < 512; ++d) {
+          outputs.out.push_back(sum == 0 ? 0.0 : static_cast<double>(value[d] / sum));
+          outputs.magnitude.push_back(sum == 0 ? 0.0 : static_cast<double>(magnitude[d] / sum));
+        }
       }
     }
   }
@@ -231,8 +238,9 @@ testing::AssertionResult DenseMlaCase::matches(const DenseMlaOutputs& actual) {
   // The limits of the specification (6.1) for dense decode, and for packed fp8 rows.
   constexpr Tolerance kOut{.absolute = 8e-4, .relative = 2.01 / 128, .cosine = 5e-6};
   const DenseMlaOutputs reference = expected();
-  const auto out = ExpectClose(actual.out, reference.out,
-                               spec_.format == RowFormat::kBf16 ? kOut : kSparseFp8Out);
+  const auto out =
+      ExpectCloseOutputs(actual.out, reference.out, reference.magnitude, actual.num_rounded(),
+                         spec_.format == RowFormat::kBf16 ? kOut : kSparseFp8Out);
   if (!out) return testing::AssertionFailure() << "out: " << out.message();
   const auto lse = ExpectClose(actual.lse, reference.lse, kSparseFp8Lse);
   if (!lse) return testing::AssertionFailure() << "lse: " << lse.message();

@@ -29,7 +29,10 @@ struct DenseMlaSpec {
 };
 
 struct DenseMlaOutputs {
-  std::vector<double> out, lse;    // [T, H, 512], [T, H]
+  std::vector<double> out, lse;   // [T, H, 512], [T, H]
+  std::vector<double> magnitude;  // of expected(): out of the values' magnitudes
+  bool rounds_weights = false;    // see tests/support/compare.h
+  int num_rounded() const { return rounds_weights ? 1 : 0; }
   std::vector<uint16_t> out_bits;  // the same
   std::vector<uint32_t> lse_bits;
   int64_t heads = 0;
@@ -67,6 +70,7 @@ class DenseMlaCase {
   DenseMlaTensors tensors() const;
   /// The formula in long double, without a running maximum.
   DenseMlaOutputs expected();
+  DenseMlaOutputs expected(const DenseMlaProblem& problem);
   testing::AssertionResult matches(const DenseMlaOutputs& actual);
 
   StridedTensor q, kv, page_table, kv_len, q_indptr;

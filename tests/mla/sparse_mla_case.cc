@@ -23,7 +23,8 @@ uint32_t bits_of_f32(double value) { return std::bit_cast<uint32_t>(static_cast<
 struct HeadFormula {
   long double sum = 0;  // of exp(s_j)
   long double largest = -kInfinity;
-  std::vector<double> value;  // sum_j exp(s_j) / sum * v_j
+  std::vector<double> value;      // sum_j exp(s_j) / sum * v_j
+  std::vector<double> magnitude;  // the same of |v_j|
 };
 
 HeadFormula apply_formula(const SparseMlaProblem& problem, const std::vector<double>& query,
@@ -41,9 +42,13 @@ HeadFormula apply_formula(const SparseMlaProblem& problem, const std::vector<dou
     head.sum += weights.back();
   }
   head.value.assign(512, 0);
+  head.magnitude.assign(512, 0);
   for (size_t j = 0; j < keys.size(); ++j) {
     const auto weight = static_cast<double>(weights[j] / head.sum);
-    for (size_t d = 0; d < 512; ++d) head.value[d] += weight * keys[j][d];
+    for (size_t d = 0; d < 512; ++d) {
+      head.value[d] += weight * keys[j][d];
+      head.magnitude[d] += weight * std::fabs(keys[j][d]);
+    }
   }
   return head;
 }
@@ -235,16 +240,22 @@ void SparseMlaCase::build_rotation(Rng& rng) {
   }
 }
 
-void SparseMlaCase::turn_back(int64_t t, std::vector<double>& value) const {
+void SparseMlaCase::turn_back(int64_t t, std::vector<double>& value,
+                              std::vector<double>& magnitude) const {
   const int64_t half = spec_.rope_dim / 2;
   for (int64_t i = 0; i < half; ++i) {
     const int64_t p = std::clamp(positions.at<int32_t>({t}), 0, 8);
     const double cosine = inverse_rope.at<float>({p, i});
     const double sine = inverse_rope.at<float>({p, half + i});
-    double* pair = value.data() + 512 - 2 * half + 2 * i;
+    const int64_t at = 512 - 2 * half + 2 * i;
+    double* pair = value.data() + at;
     const double x = pair[0], y = pair[1];
     pair[0] = cosine * x + sine * y;
     pair[1] = cosine * y - sine * x;
+    double* most = magnitude.data() + at;
+    const double most_x = most[0], most_y = most[1];
+    most[0] = std::fabs(cosine) * most_x + std::fabs(sine) * most_y;
+    most[1] = std::fabs(cosine) * most_y + std::fabs(sine) * most_x;
   }
 }
 
@@ -506,11 +517,13 @@ Outputs SparseMlaCase::run(const SparseMlaProblem& problem, const SparseMlaTenso
   GuardedMemory scratch(bytes);
   if (bytes > 0) std::memset(scratch.data(), 0xFF, bytes);
   plan.run(tensors, Workspace{scratch.data(), bytes});
-  return outputs_of(tensors);
+  return outputs_of(tensors, plan.implementation().name);
 }
 
-Outputs SparseMlaCase::outputs_of(const SparseMlaTensors& tensors) {
+Outputs SparseMlaCase::outputs_of(const SparseMlaTensors& tensors,
+                                  std::string_view implementation) {
   Outputs outputs;
+  outputs.rounds_weights = rounds_weights(implementation);
   outputs.out = to_doubles(tensors.out);
   outputs.lse = to_doubles(tensors.lse);
   outputs.max_logits = to_doubles(tensors.max_logits);
@@ -531,14 +544,14 @@ Outputs SparseMlaCase::run(const Options& options, int threads, int64_t begin, i
   return outputs;
 }
 
-Outputs SparseMlaCase::run_by(Runner runner) {
+Outputs SparseMlaCase::run_by(Runner runner, std::string_view implementation) {
   Buffers buffers;
   const SparseMlaTensors tensors = this->tensors(0, spec_.rows, buffers);
   runner(problem(), tensors);
   EXPECT_TRUE(buffers.out.gaps_untouched() && buffers.lse.gaps_untouched() &&
               buffers.max_logits.gaps_untouched())
       << "wrote between the rows of an output";
-  return outputs_of(tensors);
+  return outputs_of(tensors, implementation);
 }
 
 Outputs SparseMlaCase::run_head(const Options& options, int64_t head) {
@@ -627,11 +640,14 @@ Outputs SparseMlaCase::expected(int64_t begin, int64_t end) const {
       std::vector<double> query;
       for (int64_t d = 0; d < spec_.head_dim_qk; ++d) query.push_back(this->query(t, h, d));
       HeadFormula head = apply_formula(problem, query, keys);
-      if (spec_.rope_dim > 0) turn_back(t, head.value);
+      if (spec_.rope_dim > 0) turn_back(t, head.value, head.magnitude);
       const long double lse = std::log(head.sum);
       const long double factor = spec_.sink ? 1 / (1 + std::exp(sink.at<float>({h}) - lse)) : 1.0L;
-      for (const double value : head.value)
-        outputs.out.push_back(head.sum == 0 ? 0.0 : static_cast<double>(factor) * value);
+      const auto share = static_cast<double>(factor);
+      for (size_t d = 0; d < 512; ++d) {
+        outputs.out.push_back(head.sum == 0 ? 0.0 : share * head.value[d]);
+        outputs.magnitude.push_back(head.sum == 0 ? 0.0 : share * head.magnitude[d]);
+      }
       const bool flip = head.sum == 0 && spec_.empty_lse == EmptyLse::kPosInf;
       outputs.lse.push_back(static_cast<double>(flip ? kInfinity : lse));
       outputs.max_logits.push_back(static_cast<double>(head.largest));
@@ -643,16 +659,30 @@ Outputs SparseMlaCase::expected(int64_t begin, int64_t end) const {
 testing::AssertionResult SparseMlaCase::matches(const Outputs& actual, int64_t begin,
                                                 int64_t end) const {
   const Outputs reference = expected(begin, end);
-  const bool fp8 = spec_.primary.format != RowFormat::kBf16 ||
-                   (spec_.extra.num_keys > 0 && spec_.extra.format != RowFormat::kBf16);
-  const auto out = ExpectClose(actual.out, reference.out, fp8 ? kSparseFp8Out : kSparseOut);
+  const auto out =
+      ExpectCloseOutputs(actual.out, reference.out, reference.magnitude, actual.num_rounded(),
+                         reads_packed_rows() ? kSparseFp8Out : kSparseOut);
   if (!out) return testing::AssertionFailure() << "out: " << out.message();
-  const Tolerance lse_limit = fp8 ? kSparseFp8Lse : kSparseLse;
+  const Tolerance lse_limit = reads_packed_rows() ? kSparseFp8Lse : kSparseLse;
   const auto lse = ExpectClose(actual.lse, reference.lse, lse_limit);
   if (!lse) return testing::AssertionFailure() << "lse: " << lse.message();
   const auto largest = ExpectClose(actual.max_logits, reference.max_logits, lse_limit);
   if (!largest) return testing::AssertionFailure() << "max_logits: " << largest.message();
   return testing::AssertionSuccess();
+}
+
+testing::AssertionResult SparseMlaCase::agree(const Outputs& a, const Outputs& b) const {
+  const int num_rounded = a.num_rounded() + b.num_rounded();
+  const auto out = ExpectCloseOutputs(
+      a.out, b.out, num_rounded > 0 ? expected().magnitude : std::vector<double>(), num_rounded,
+      reads_packed_rows() ? kSparseFp8Out : kSparseOut);
+  if (!out) return testing::AssertionFailure() << "out: " << out.message();
+  return ExpectClose(a.lse, b.lse, reads_packed_rows() ? kSparseFp8Lse : kSparseLse);
+}
+
+bool SparseMlaCase::reads_packed_rows() const {
+  return spec_.primary.format != RowFormat::kBf16 ||
+         (spec_.extra.num_keys > 0 && spec_.extra.format != RowFormat::kBf16);
 }
 
 }  // namespace fovea::test

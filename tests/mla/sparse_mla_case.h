@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string_view>
 #include <vector>
 
 #include "fovea/sparse_mla.h"
@@ -93,12 +94,15 @@ struct CaseSpec {
 };
 
 /// Two to eleven keys with similar weights and values that cancel: what rounds a weight to bf16
-/// misses the limits.
+/// misses the limits of 6.1.
 std::vector<CaseSpec> few_keys_share_the_weight();
 
 /// What one run wrote.
 struct Outputs {
   std::vector<double> out, lse, max_logits;
+  std::vector<double> magnitude;  // of expected(): out of the values' magnitudes
+  bool rounds_weights = false;    // see tests/support/compare.h
+  int num_rounded() const { return rounds_weights ? 1 : 0; }
   std::vector<uint16_t> out_bits;
   std::vector<uint32_t> lse_bits, max_logits_bits;
 };
@@ -115,9 +119,9 @@ class SparseMlaCase {
   SparseMlaProblem problem() const;
   /// Tensors of rows [begin, end), over fresh outputs.
   Outputs run(const Options& options, int threads = 1, int64_t begin = 0, int64_t end = -1);
-  /// All rows by a function that takes the place of a plan.
+  /// All rows by a function that takes the place of the plan of an implementation.
   using Runner = void (*)(SparseMlaProblem problem, const SparseMlaTensors& tensors);
-  Outputs run_by(Runner runner);
+  Outputs run_by(Runner runner, std::string_view implementation);
   /// One head of every row as a problem of its own.
   Outputs run_head(const Options& options, int64_t head);
   /// The same with the keys of the page table of the second cache as lists.
@@ -126,6 +130,8 @@ class SparseMlaCase {
   Outputs expected(int64_t begin = 0, int64_t end = -1) const;
   testing::AssertionResult matches(const Outputs& actual, int64_t begin = 0,
                                    int64_t end = -1) const;
+  /// Whether out and lse of two runs of all rows agree within the limits of one.
+  testing::AssertionResult agree(const Outputs& a, const Outputs& b) const;
 
   /// Overwrites one query element; as it is kept.
   void set_q(int64_t t, int64_t h, int64_t d, float value);
@@ -163,14 +169,15 @@ class SparseMlaCase {
   SparseMlaTensors tensors(int64_t begin, int64_t end, Buffers& buffers) const;
   static Outputs run(const SparseMlaProblem& problem, const SparseMlaTensors& tensors,
                      const Options& options, int threads);
-  static Outputs outputs_of(const SparseMlaTensors& tensors);
+  static Outputs outputs_of(const SparseMlaTensors& tensors, std::string_view implementation);
+  bool reads_packed_rows() const;
   void build_cache(Cache& cache, const CacheSpec& spec, Rng& rng);
   void build_lists(Cache& cache, Rng& rng);
   void build_table(Cache& cache, Rng& rng);
   void build_rotation(Rng& rng);
   void write_key(Cache& cache, int64_t key, Rng& rng);
   static std::vector<int64_t> keys_of(const Cache& cache, int64_t t);
-  void turn_back(int64_t t, std::vector<double>& value) const;
+  void turn_back(int64_t t, std::vector<double>& value, std::vector<double>& magnitude) const;
   static int64_t list_length(const Cache& cache, int64_t t);
 
   CaseSpec spec_;

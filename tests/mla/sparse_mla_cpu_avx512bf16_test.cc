@@ -84,7 +84,7 @@ void run_model(SparseMlaProblem problem, const SparseMlaTensors& tensors) {
 
 void expect_formula(const CaseSpec& spec) {
   SparseMlaCase test_case(spec);
-  EXPECT_TRUE(test_case.matches(test_case.run_by(run_model)))
+  EXPECT_TRUE(test_case.matches(test_case.run_by(run_model, "cpu_avx512bf16")))
       << "heads " << spec.heads << ", topk " << spec.primary.topk << ", seed " << spec.seed;
 }
 
@@ -133,7 +133,7 @@ TEST(SparseMlaAvx512Bf16Model, EveryHeadEqualsItsOwnRun) {
   // The heads of a group split the weights of different keys.
   SparseMlaCase test_case(
       {.rows = 2, .heads = 11, .primary = {RowFormat::kBf16, 0, 90, 150}, .q_scale = 3});
-  EXPECT_TRUE(test_case.matches(test_case.run_by(run_heads)));
+  EXPECT_TRUE(test_case.matches(test_case.run_by(run_heads, "cpu_avx512bf16")));
 }
 
 }  // namespace

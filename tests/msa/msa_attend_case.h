@@ -2,9 +2,11 @@
 
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "fovea/msa_attend.h"
 #include "tests/msa/paged_batch.h"
+#include "tests/support/compare.h"
 #include "tests/support/targets.h"
 
 namespace fovea::test {
@@ -121,6 +123,23 @@ struct AttendCase {
   }
   void run(const Options& options, int threads = 1) {
     test::run(MsaAttend::plan(problem(), device_of(options, threads), options), tensors());
+  }
+
+  /// Elements of the reference's output over the magnitudes of the values.
+  std::vector<double> magnitude() const {
+    AttendCase unsigned_values = *this;
+    const bool bf16 = mode == MsaKvMode::kBf16;
+    for (size_t i = bf16 ? 1 : 0; i < v.bytes().size(); i += bf16 ? 2 : 1)
+      unsigned_values.v.data<uint8_t>()[i] &= mode == MsaKvMode::kQ8Kv4 ? 0x77 : 0x7F;
+    unsigned_values.run({"ref"});
+    return to_doubles(unsigned_values.out.view());
+  }
+  /// Compares the output with one of the same case; `num_rounded` of them are from rounded weights.
+  testing::AssertionResult out_close_to(const AttendCase& expected, int num_rounded,
+                                        const Tolerance& tolerance = kBf16Output) const {
+    return ExpectCloseOutputs(to_doubles(out.view()), to_doubles(expected.out.view()),
+                              num_rounded > 0 ? magnitude() : std::vector<double>(), num_rounded,
+                              tolerance);
   }
 
   float out_at(int64_t t, int64_t h, int64_t d) const {
