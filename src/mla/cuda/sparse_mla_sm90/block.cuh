@@ -64,8 +64,7 @@ struct SharedMemory {
   BlockRow row;
   const float* rotation;                           // of the row; null: none
   alignas(8) uint8_t present[kStages][kKeyWarps];  // a bit a key
-  alignas(4) uint8_t rest_steps[4];                // of the tile in hand, by warps of 16 heads
-  // Halves of a tile: channels 0..255, and the others with what only logits read.
+  // Halves of a tile: channels 0..255, and the others with those that only logits read.
   Mbarrier left_full[kStages], right_full[kStages], left_free[kStages], right_free[kStages];
 
   // Where the tiles were, once all of them are used up.

@@ -20,11 +20,17 @@ struct ValueSums {
   WgmmaSums<128> quarter[2];
 };
 
+// The thread's weights of a tile, rounded: a piece of A for each 16 keys.
+inline constexpr int kSteps = kKeys / 16;
+struct Weights {
+  cuda::WgmmaA step[kSteps];
+};
+
 // Rows of the thread's sums: heads `low` and low + 8 of the block. Computed where it is used,
 // because sums take the registers.
 __device__ inline int low_head() {
-  const int thread = cuda::computed_here(threadIdx.x);
-  return thread / 32 % 4 * 16 + thread % 32 / 4;
+  const auto thread = static_cast<uint32_t>(cuda::computed_here(static_cast<int>(threadIdx.x)));
+  return static_cast<int>(thread / 32 % 4 * 16 + thread % 32 / 4);
 }
 
 // Queries of `heads` heads of row t, zeros past them, by the threads of both consumers; they are
@@ -89,38 +95,45 @@ __device__ __forceinline__ void multiply_keys(const void* queries, Tile& tile, i
   }
 }
 
-// Asks for the weights of 16 keys from `key` on times the 256 channels from panel `first_panel` on.
-__device__ __forceinline__ void multiply_step(const void* weights, Tile& tile, int first_panel,
+// Asks for the weights of 16 keys from `key` on, in registers or in shared memory, times the 256
+// channels from panel `first_panel` on.
+template <class Weights>
+__device__ __forceinline__ void multiply_step(const Weights& weights, Tile& tile, int first_panel,
                                               int key, ValueSums& values) {
-  const PanelMatrix p = cuda::panel_matrix(weights, kPanelBytes).advanced(2 * key);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const PanelMatrix v = cuda::panel_matrix(tile[first_panel + 2 * i], kPanelBytes);
-    cuda::wgmma<PanelSide::kColumns>(values.quarter[i], p, v.advanced(key * cuda::kPanelRowBytes),
-                                     1);
+    cuda::wgmma<PanelSide::kColumns>(values.quarter[i], weights,
+                                     v.advanced(key * cuda::kPanelRowBytes), 1);
   }
 }
 
-// The same for those steps of a tile that are among the bits of `steps`.
-__device__ __forceinline__ void multiply_values(const void* weights, Tile& tile, int first_panel,
-                                                uint32_t steps, ValueSums& values) {
+// Asks for the first half of the channels, with the thread's own weights.
+__device__ __forceinline__ void multiply_left(const Weights& weights, Tile& tile,
+                                              ValueSums& values) {
 #pragma unroll
-  for (int key = 0; key < kKeys; key += 16) {
-    if ((steps >> (key / 16) & 1) != 0) multiply_step(weights, tile, first_panel, key, values);
-  }
+  for (int step = 0; step < kSteps; ++step)
+    multiply_step(weights.step[step], tile, 0, 16 * step, values);
 }
-inline constexpr uint32_t kAllSteps = 0xF;
+// The second half, with those in shared memory.
+__device__ __forceinline__ void multiply_right(const uint8_t* weights, Tile& tile,
+                                               ValueSums& values) {
+  const PanelMatrix p = cuda::panel_matrix(weights, kPanelBytes);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step)
+    multiply_step(p.advanced(32 * step), tile, kHalfPanels, 16 * step, values);
+}
 
 __device__ __forceinline__ void pin(ValueSums& values) {
   cuda::wgmma_pin(values.quarter[0]);
   cuda::wgmma_pin(values.quarter[1]);
 }
-
-// The steps of the tile in hand where a head of the block has a rest that counts.
-template <int kHeadDim>
-__device__ __forceinline__ uint32_t shared_rest_steps(const SharedMemory<kHeadDim>& shared) {
-  const uint32_t of_warps = *reinterpret_cast<const uint32_t*>(shared.rest_steps);
-  return (of_warps | of_warps >> 8 | of_warps >> 16 | of_warps >> 24) & kAllSteps;
+__device__ __forceinline__ void pin(Weights& weights) {
+#pragma unroll
+  for (cuda::WgmmaA& step : weights.step) {
+#pragma unroll
+    for (uint32_t& x : step.x) cuda::hold(x);
+  }
 }
 
 // Sums of the low head by `low`, of the other by `high`.
@@ -145,9 +158,6 @@ struct HeadState {
   float reference[2] = {kNegInf, kNegInf};
   float sum[2] = {0, 0};
   float shrink[2];
-
-  // Weights above a part of the sum so far have a rest.
-  __device__ float rest_limit(int half) const { return sum[half] * (1.0f / 16); }
 };
 // The largest weight is at most 2 to that.
 inline constexpr float kLag = 8;
@@ -162,12 +172,10 @@ __device__ inline float quad_sum(float x) {
 }
 
 // Makes weights of the dots of a tile and takes them into the state of each head. A NaN logit does
-// not become the maximum; it makes its own weight NaN, and with it the head's sum. Returns a bit
-// for each 16 keys where a weight of the thread has a rest that counts; what one bf16 lacks of the
-// others is below the rounding of the output.
-__device__ __forceinline__ uint32_t softmax(const Scores& scores, uint64_t present,
-                                            WgmmaSums<kKeys>& dots, HeadState& state) {
-  const int lane = cuda::computed_here(threadIdx.x) % 32;
+// not become the maximum; it makes its own weight NaN, and with it the head's sum.
+__device__ __forceinline__ void softmax(const Scores& scores, uint64_t present,
+                                        WgmmaSums<kKeys>& dots, HeadState& state,
+                                        Weights& weights) {
   const float unit = logit_unit(scores);
   if (scores.logit_cap > 0) {
     const float scale = scores.logit_scale / scores.logit_cap;
@@ -176,13 +184,15 @@ __device__ __forceinline__ uint32_t softmax(const Scores& scores, uint64_t prese
       dots.x[i] = latent::capped_fast(scale * dots.x[i], scores.logit_cap);
   }
   if (present != ~uint64_t{0}) {
-    const uint64_t own = present >> (2 * (lane % 4));
+    const uint32_t thread =
+        static_cast<uint32_t>(cuda::computed_here(static_cast<int>(threadIdx.x)));
+    const uint64_t own = present >> (2 * (thread % 4));
 #pragma unroll
     for (int i = 0; i < kKeys / 2; ++i) {
       if ((own >> (i / 4 * 8 + i % 2) & 1) == 0) dots.x[i] = kNegInf;
     }
   }
-  uint32_t rest_steps = 0;
+  float start[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float tile_max = kNegInf;
@@ -190,72 +200,52 @@ __device__ __forceinline__ uint32_t softmax(const Scores& scores, uint64_t prese
     for (int n = 0; n < kKeys / 8; ++n) {
       tile_max = fmaxf(tile_max, fmaxf(dots.x[4 * n + 2 * half], dots.x[4 * n + 2 * half + 1]));
     }
-    const float largest = fmaxf(state.largest[half], quad_max(tile_max));
-    state.largest[half] = largest;
-    const float before = state.reference[half];
-    // -inf - -inf is not above the lag.
-    const bool moves = (largest - before) * unit > kLag;
-    const float reference = moves ? largest : before;
-    state.reference[half] = reference;
-    state.shrink[half] = moves ? exp2f((before - reference) * unit) : 1.0f;
+    state.largest[half] = fmaxf(state.largest[half], quad_max(tile_max));
+  }
+  // -inf - -inf is not above the lag.
+  const auto moves = [&](int half) {
+    return (state.largest[half] - state.reference[half]) * unit > kLag;
+  };
+  state.shrink[0] = state.shrink[1] = 1;
+  if (__any_sync(0xFFFFFFFF, moves(0) || moves(1))) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (!moves(half)) continue;
+      state.shrink[half] = cuda::exp2_fast((state.reference[half] - state.largest[half]) * unit);
+      state.reference[half] = state.largest[half];
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
     // Without any weight so far, -inf - -inf must not become NaN; a NaN logit must stay one.
-    const float start = reference == kNegInf ? 0.0f : -reference * unit;
-    float sum = 0, heaviest[kKeys / 16];
-#pragma unroll
-    for (int n = 0; n < kKeys / 8; ++n) {
-      float& first = dots.x[4 * n + 2 * half];
-      float& second = dots.x[4 * n + 2 * half + 1];
-      first = cuda::exp2_fast(fmaf(first, unit, start));
-      second = cuda::exp2_fast(fmaf(second, unit, start));
-      sum += first + second;
-      const float larger = fmaxf(first, second);
-      heaviest[n / 2] = n % 2 == 0 ? larger : fmaxf(heaviest[n / 2], larger);
-    }
-    state.sum[half] = fmaf(state.sum[half], state.shrink[half], quad_sum(sum));
-#pragma unroll
-    for (int step = 0; step < kKeys / 16; ++step) {
-      if (!(heaviest[step] <= state.rest_limit(half))) rest_steps |= 1u << step;
-    }
+    const float reference = state.reference[half];
+    start[half] = reference == kNegInf ? 0.0f : -reference * unit;
   }
-  return rest_steps;
-}
-
-// The place of the thread's first pair of weights in a panel; piece n is `^ n << 4` from there, the
-// high head 8 rows.
-__device__ inline int weights_offset() {
-  return cuda::panel_offset(low_head(), 0) + 4 * (cuda::computed_here(threadIdx.x) % 4);
-}
-inline constexpr int kHighHead = 8 * cuda::kPanelRowBytes;
-
-// The thread's weights to the panel `to`, each as one bf16.
-__device__ __forceinline__ void store_weights(const WgmmaSums<kKeys>& weights, uint8_t* to) {
-  const int offset = weights_offset();
+  float sum[2] = {0, 0};
 #pragma unroll
   for (int n = 0; n < kKeys / 8; ++n) {
-    uint8_t* const at = to + (offset ^ n << 4);
-    const float* const x = weights.x + 4 * n;
-    *reinterpret_cast<uint32_t*>(at) = cuda::bf16_pair(x[0], x[1]);
-    *reinterpret_cast<uint32_t*>(at + kHighHead) = cuda::bf16_pair(x[2], x[3]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float* const x = dots.x + 4 * n + 2 * half;
+      const float first = cuda::exp2_fast(fmaf(x[0], unit, start[half]));
+      const float second = cuda::exp2_fast(fmaf(x[1], unit, start[half]));
+      sum[half] += first + second;
+      weights.step[n / 2].x[n % 2 * 2 + half] = cuda::bf16_pair(first, second);
+    }
   }
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    state.sum[half] = fmaf(state.sum[half], state.shrink[half], quad_sum(sum[half]));
 }
 
-// What that lacks of the keys of those `steps`: of each weight above its head's limit, otherwise
-// zero. So a weight decides alone, and neither the heads nor the keys beside it change a bit.
-__device__ __forceinline__ void store_rests(const WgmmaSums<kKeys>& weights, uint32_t steps,
-                                            const HeadState& state, uint8_t* to) {
-  const int offset = weights_offset();
-  const float low = state.rest_limit(0), high = state.rest_limit(1);
-  // A NaN is none of the light ones.
-  const auto heavy = [](float weight, float limit) { return weight <= limit ? 0.0f : weight; };
+// The warp's weights to the panel `to`, for the other warpgroup.
+__device__ __forceinline__ void store_weights(const Weights& weights, uint8_t* to) {
+  const auto thread = static_cast<uint32_t>(cuda::computed_here(static_cast<int>(threadIdx.x)));
+  const uint32_t head = thread / 32 % 4 * 16 + thread % 16;
+  const uint32_t offset = head * cuda::kPanelRowBytes + ((thread % 32 / 16 ^ thread % 8) << 4);
 #pragma unroll
-  for (int n = 0; n < kKeys / 8; ++n) {
-    if ((steps >> (n / 2) & 1) == 0) continue;
-    uint8_t* const at = to + (offset ^ n << 4);
-    const float* const x = weights.x + 4 * n;
-    *reinterpret_cast<uint32_t*>(at) = cuda::SplitPair(heavy(x[0], low), heavy(x[1], low)).rest;
-    *reinterpret_cast<uint32_t*>(at + kHighHead) =
-        cuda::SplitPair(heavy(x[2], high), heavy(x[3], high)).rest;
-  }
+  for (int step = 0; step < kSteps; ++step)
+    cuda::store_rows(to + (offset ^ step << 5), weights.step[step].x);
 }
 
 }  // namespace fovea::internal::sparse_sm90

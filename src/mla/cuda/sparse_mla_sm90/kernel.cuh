@@ -9,8 +9,7 @@
 // A block takes 64 heads of one row and one part of its list, 64 slots at a time. Its warpgroups:
 //
 //   0, logits  Q K^T of a tile, softmax, weights to shared memory, and its channels 0..255 of the
-//              values. A weight is one bf16; where one of 16 keys is above a 16th of the sum so
-//              far, the sum of two
+//              values
 //   1, values  channels 256..511
 //   2, 3 keys  bring the rows (keys.cuh)
 //
@@ -56,58 +55,64 @@ __device__ __forceinline__ void meet_block() {
   meet_other_block<kBlocks>();
 }
 
+// Asks for Q K^T of tile i; once its first products are under way, it calls after_first().
+template <int kHeadDim, class AfterFirst>
+__device__ __forceinline__ void ask_logits(int i, SharedMemory<kHeadDim>& shared,
+                                           WgmmaSums<kKeys>& dots, const AfterFirst& after_first) {
+  const int stage = i % kStages;
+  Tile& tile = shared.tiles[stage];
+  cuda::mbarrier_wait(shared.left_full[stage], i / kStages);
+  cuda::wgmma_fence();
+  multiply_keys(shared.q, tile, 0, 1, dots);
+  cuda::wgmma_commit();
+  after_first();
+  multiply_keys(shared.q, tile, 1, kHalfPanels, dots);
+  cuda::mbarrier_wait(shared.right_full[stage], i / kStages);
+  multiply_keys(shared.q, tile, kHalfPanels, SharedMemory<kHeadDim>::kPanels, dots);
+  cuda::wgmma_commit();
+}
+
 // Warpgroup 0. The tiles [0, num_tiles) of the part.
 template <int kHeadDim, int kBlocks>
 __device__ __forceinline__ void attend_left(const Scores& scores, int num_tiles,
                                             SharedMemory<kHeadDim>& shared, ValueSums& values,
                                             HeadState& state) {
-  const bool leads = threadIdx.x % 32 == 0;
+  if (num_tiles == 0) return;
+  WgmmaSums<kKeys> dots;
+  ask_logits(0, shared, dots, [] {});
+  cuda::wgmma_wait<0>();
+  cuda::wgmma_pin(dots);
 #pragma unroll 1
   for (int i = 0; i < num_tiles; ++i) {
     const int stage = i % kStages;
-    Tile& tile = shared.tiles[stage];
-    WgmmaSums<kKeys> dots;
-    // The values of the last tile are there.
-    cuda::wgmma_wait<0>();
-    pin(values);
-    if (i > 0 && i + 1 < num_tiles) arrive_free<kBlocks>(shared.left_free[1 - stage]);
-    cuda::mbarrier_wait(shared.left_full[stage], i / kStages);
-    cuda::wgmma_fence();
-    multiply_keys(shared.q, tile, 0, kHalfPanels, dots);
-    cuda::mbarrier_wait(shared.right_full[stage], i / kStages);
-    multiply_keys(shared.q, tile, kHalfPanels, SharedMemory<kHeadDim>::kPanels, dots);
-    cuda::wgmma_commit();
-    cuda::wgmma_wait<0>();
-    cuda::wgmma_pin(dots);
     const uint64_t present = *reinterpret_cast<const uint64_t*>(shared.present[stage]);
-    const uint32_t own_steps = softmax(scores, present, dots, state);
-    const uint32_t warp_steps = __reduce_or_sync(0xFFFFFFFF, own_steps);
+    Weights weights;
+    softmax(scores, present, dots, state, weights);
     // The other warpgroup has used up the last weights.
     if (i > 0) cuda::sync_roles(kWeightsRead, 2 * kGroupThreads);
-    store_weights(dots, shared.weights);
+    store_weights(weights, shared.weights);
     if (threadIdx.x % 4 == 0) {
       shared.factors[low_head()] = state.shrink[0];
       shared.factors[low_head() + 8] = state.shrink[1];
     }
-    if (leads) shared.rest_steps[low_head() / 16] = static_cast<uint8_t>(warp_steps);
     cuda::shared_stores_before_wgmma();
-    cuda::sync_some(kLogitGroup, kGroupThreads);
-    const uint32_t steps = shared_rest_steps(shared);
+    cuda::arrive_some(kWeightsReady, 2 * kGroupThreads);
     shrink_values(state.shrink[0], state.shrink[1], values);
     cuda::wgmma_fence();
-    multiply_values(shared.weights, tile, 0, kAllSteps, values);
-    if (steps != 0) {
-      store_rests(dots, steps, state, tile[kRestPanel]);
-      cuda::shared_stores_before_wgmma();
-      cuda::sync_roles(kLogitGroup, kGroupThreads);
-      multiply_values(tile[kRestPanel], tile, 0, steps, values);
-    }
+    multiply_left(weights, shared.tiles[stage], values);
     cuda::wgmma_commit();
-    cuda::arrive_some(kWeightsReady, 2 * kGroupThreads);
+    if (i + 1 < num_tiles) {
+      ask_logits(i + 1, shared, dots, [&] {
+        cuda::wgmma_wait<1>();  // for the values of this tile
+        if (i + kStages < num_tiles) arrive_free<kBlocks>(shared.left_free[stage]);
+      });
+    }
+    cuda::wgmma_wait<0>();
+    pin(values);
+    pin(weights);
+    cuda::wgmma_pin(dots);
   }
-  cuda::wgmma_wait<0>();
-  pin(values);
-  if (num_tiles > 0) cuda::sync_roles(kWeightsRead, 2 * kGroupThreads);
+  cuda::sync_roles(kWeightsRead, 2 * kGroupThreads);
 }
 
 // Warpgroup 1.
@@ -120,16 +125,14 @@ __device__ __forceinline__ void attend_right(int num_tiles, SharedMemory<kHeadDi
     Tile& tile = shared.tiles[stage];
     cuda::mbarrier_wait(shared.right_full[stage], i / kStages);
     cuda::sync_roles(kWeightsReady, 2 * kGroupThreads);
-    const uint32_t steps = shared_rest_steps(shared);
     shrink_values(shared.factors[low_head()], shared.factors[low_head() + 8], values);
     cuda::wgmma_fence();
-    multiply_values(shared.weights, tile, kHalfPanels, kAllSteps, values);
-    multiply_values(tile[kRestPanel], tile, kHalfPanels, steps, values);
+    multiply_right(shared.weights, tile, values);
     cuda::wgmma_commit();
     cuda::wgmma_wait<0>();
     pin(values);
     if (i + kStages < num_tiles) arrive_free<kBlocks>(shared.right_free[stage]);
-    cuda::sync_roles(kWeightsRead, 2 * kGroupThreads);
+    cuda::arrive_some(kWeightsRead, 2 * kGroupThreads);
   }
 }
 

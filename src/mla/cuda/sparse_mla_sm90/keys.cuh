@@ -252,34 +252,36 @@ struct HalfRow {
   }
 };
 
-// The rope channels of rows of 576: of all 8 of the warp, whoever decodes the others, because rests
-// take their place and nobody knows when a row has left for the other block. f576: 16 codes a lane;
-// v32: 16 values.
+// The rope channels of the lane's row of 576: of v32 a piece of 8 values or two; of f576 the 16
+// bytes that have the codes.
+template <int kBlocks>
 struct RopeRow {
-  using Of = Share<1>;
-  uint4 bytes[2];
+  using Of = Share<kBlocks>;
+  static constexpr int kPieces = Of::kPieces;
+  uint4 bytes[kPieces];
 
-  // `own`: the place of key l % kWarpKeys.
+  // `place`: of the lane's row.
   __device__ __forceinline__ void ask(const KeyThread& me, RowFormat format, const uint8_t* base,
-                                      uint32_t own) {
-    const uint32_t place = __shfl_sync(0xFFFFFFFF, own, me.lane() / Of::kLanes);
-    const bool is_v32 = format == RowFormat::kV32;
-    const uint8_t* const from = at_place(base, place) + (is_v32 ? kV32RopeOffset : kLatentDim) +
-                                Of::part(me) * (is_v32 ? 32 : 16);
-    cuda::load_or_zeros_late(bytes[0], from, place != kNoPlace);
-    cuda::load_or_zeros_late(bytes[1], from + 16, place != kNoPlace && is_v32);
+                                      uint32_t place) {
+    const bool is_v32 = format == RowFormat::kV32, is_there = place != kNoPlace;
+    const uint32_t part = Of::part(me) * kPieces;
+    const uint8_t* const from =
+        at_place(base, place) + (is_v32 ? kV32RopeOffset + 16 * part : kLatentDim + part / 2 * 16);
+    cuda::load_or_zeros_late(bytes[0], from, is_there);
+    if constexpr (kPieces == 2) cuda::load_or_zeros_late(bytes[1], from + 16, is_there && is_v32);
   }
   __device__ __forceinline__ void store(const KeyThread& me, RowFormat format, Tile& tile) const {
-    const uint32_t offset =
-        (me.warp() * kWarpKeys + me.lane() / Of::kLanes) * cuda::kPanelRowBytes +
-        ((2 * Of::part(me) ^ me.lane() / Of::kLanes) << 4);
-    uint4 values[2] = {bytes[0], bytes[1]};
-    if (format == RowFormat::kF576) {
-      values[0] = latent::decode8(make_uint2(bytes[0].x, bytes[0].y), 1);
-      values[1] = latent::decode8(make_uint2(bytes[0].z, bytes[0].w), 1);
+    const uint32_t offset = Of::offset(me);
+#pragma unroll
+    for (int n = 0; n < kPieces; ++n) {
+      uint4 values = bytes[n];
+      if (format == RowFormat::kF576) {
+        const bool is_second = (Of::part(me) * kPieces + n) % 2 != 0;
+        values = latent::decode8(
+            is_second ? make_uint2(bytes[0].z, bytes[0].w) : make_uint2(bytes[0].x, bytes[0].y), 1);
+      }
+      store_piece(tile[kRopePanel], offset ^ n << 4, values);
     }
-    store_piece(tile[kRestPanel], offset, values[0]);
-    store_piece(tile[kRestPanel], offset ^ 16, values[1]);
   }
 };
 
@@ -324,9 +326,9 @@ __device__ __forceinline__ uint32_t store_unaligned(const KeyThread& me, const R
     const uint8_t* const row = of_key(own.row, key);
     const uint8_t* const scales = of_key(own.scales, key);
     constexpr uint32_t kOwn = kWarpKeys / kBlocks;
-    const bool is_own = key / kOwn * kOwn == first_own_key<kBlocks>();
+    if (key / kOwn * kOwn != first_own_key<kBlocks>()) continue;
 #pragma unroll 1
-    for (int piece = is_own ? lane : kLatentDim / 8 + lane; piece < kHeadDim / 8; piece += 32) {
+    for (int piece = lane; piece < kHeadDim / 8; piece += 32) {
       uint4 values = make_uint4(0, 0, 0, 0);
       const bool is_rope = piece >= (is_v4 ? kV4LatentDim : kLatentDim) / 8;
       if (row == nullptr) {
@@ -353,12 +355,10 @@ __device__ __forceinline__ uint32_t store_unaligned(const KeyThread& me, const R
   return own.row != nullptr ? 0 : kNoPlace;
 }
 
-// The warp's rows of the half from panel `first_panel` on are there: the other block gets them too,
-// but for the panel of rests. What is there at first is brought by each block, because nobody knows
-// when a row has left for the other block.
+// The warp's rows of the panels [first_panel, end_panel) are there: the other block gets them too.
 template <int kBlocks>
 __device__ __forceinline__ void arrive_full(const KeyThread& me, Tile& tile, int first_panel,
-                                            Mbarrier& full) {
+                                            int end_panel, Mbarrier& full) {
   cuda::shared_stores_before_wgmma();
   __syncwarp();
   const uint32_t lane = me.lane();
@@ -366,13 +366,14 @@ __device__ __forceinline__ void arrive_full(const KeyThread& me, Tile& tile, int
     if (lane == 0) cuda::mbarrier_arrive(full);
   } else {
     constexpr int kBytes = kWarpKeys / kBlocks * cuda::kPanelRowBytes;
-    if (lane < kHalfPanels) {
+    const auto num_panels = static_cast<uint32_t>(end_panel - first_panel);
+    if (lane < num_panels) {
       const uint32_t first_row = me.warp() * kWarpKeys + first_own_key<kBlocks>();
       cuda::copy_to_block(tile[first_panel + lane] + first_row * cuda::kPanelRowBytes, kBytes, full,
                           1 - cuda::cluster_rank());
     }
     // What the warp's counterpart sends.
-    if (lane == 0) cuda::mbarrier_arrive_expecting(full, kHalfPanels * kBytes);
+    if (lane == 0) cuda::mbarrier_arrive_expecting(full, num_panels * kBytes);
   }
 }
 
@@ -438,12 +439,13 @@ template <int kHeadDim, int kBlocks, class Meet>
 __device__ __forceinline__ void bring_keys(const Params& params, const ListedKeys& keys, int begin,
                                            int end, const Meet& meet,
                                            SharedMemory<kHeadDim>& shared) {
-  constexpr bool kHasRest = kHeadDim > kValueDim;
+  constexpr int kPanels = kHeadDim / cuda::kPanelColumns;
+  constexpr bool kHasRope = kPanels > kRopePanel;
   const auto segment_of = [&](int tile) { return keys.is_primary(tile) ? 0 : 1; };
   const KeyThread me;
   PlaceFinder<kHeadDim> finder(me, params, keys, begin, end);
   HalfRow<kHeadDim, kBlocks> left, right;
-  RopeRow rope;
+  RopeRow<kBlocks> rope;
   RowPlace place;  // of key l % kWarpKeys of the tile in hand
   // Of the lane's row.
   const auto own = [&](const RowPlaces& places, const RowPlace& found) {
@@ -457,8 +459,9 @@ __device__ __forceinline__ void bring_keys(const Params& params, const ListedKey
     const RowLayout& layout = params.layouts[segment];
     const RowPlaces& places = params.places[segment];
     const uint8_t* const base = params.segments[segment].base;
-    right.template ask<1>(me, layout, places, base, own(places, place));
-    if (kHasRest) rope.ask(me, layout.format, base, place.row);
+    const RowPlace of_lane = own(places, place);
+    right.template ask<1>(me, layout, places, base, of_lane);
+    if (kHasRope) rope.ask(me, layout.format, base, of_lane.row);
   };
   const auto ask_left = [&](int segment, const RowPlace& found) {
     const RowPlaces& places = params.places[segment];
@@ -488,16 +491,14 @@ __device__ __forceinline__ void bring_keys(const Params& params, const ListedKey
       copy_panels<kOwn>(me, base, place.row, first, 0, kHalfPanels, tile);
       cuda::commit_copies();
       wait_free(shared.right_free[stage]);
-      copy_panels<kOwn>(me, base, place.row, first, kHalfPanels, 2 * kHalfPanels, tile);
-      if (kHasRest)
-        copy_panels<kWarpKeys>(me, base, place.row, 0, kRestPanel, kRestPanel + 1, tile);
+      copy_panels<kOwn>(me, base, place.row, first, kHalfPanels, kPanels, tile);
       cuda::commit_copies();
       cuda::wait_copies<1>();
     } else {
       wait_free(shared.right_free[stage]);
       place.row = store_unaligned<kHeadDim, kBlocks>(me, layout, keys, i, tile);
     }
-    arrive_full<kBlocks>(me, tile, 0, shared.left_full[stage]);
+    arrive_full<kBlocks>(me, tile, 0, kHalfPanels, shared.left_full[stage]);
     // The registers of the left half are free for the search.
     RowPlace found;
     const int next = i + 1 < end ? segment_of(i + 1) : segment;
@@ -509,14 +510,14 @@ __device__ __forceinline__ void bring_keys(const Params& params, const ListedKey
     const uint32_t present = __ballot_sync(0xFFFFFFFF, place.row != kNoPlace);
     if (is_packed) {
       wait_free(shared.right_free[stage]);
-      if (kHasRest) rope.store(me, layout.format, tile);
+      if (kHasRope) rope.store(me, layout.format, tile);
       right.template store<1>(me, layout, tile, [&] { ask_next(); });
     } else {
       ask_next();
       cuda::wait_for_copies();
     }
     if (me.lane() == 0) shared.present[stage][me.warp()] = static_cast<uint8_t>(present);
-    arrive_full<kBlocks>(me, tile, kHalfPanels, shared.right_full[stage]);
+    arrive_full<kBlocks>(me, tile, kHalfPanels, kPanels, shared.right_full[stage]);
     place = found;
   }
 }
