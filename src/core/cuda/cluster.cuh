@@ -126,6 +126,21 @@ __device__ inline void copy_to_block(const void* own, int bytes, Mbarrier& full,
       : "memory");
 }
 
+/// From an address of this block's shared memory to the same place of block `rank`, wherever it is.
+__device__ inline uint32_t distance_to_block(const void* own, uint32_t rank) {
+  return cluster_address(own, rank) - shared_address(own);
+}
+/// Stores `value` in the block at that distance where this one has `own`, and counts its bytes at
+/// that block's barrier `full`; seen behind a wait for it.
+__device__ inline void send_at_distance(const uint4& value, void* own, Mbarrier& full,
+                                        uint32_t distance) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(shared_address(own) + distance),
+      "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(shared_address(&full) + distance)
+      : "memory");
+}
+
 /// Clusters of more than 8 blocks, up to 16, which not every GPU of the generation promises.
 template <class Kernel>
 void allow_large_clusters(Kernel* kernel) {

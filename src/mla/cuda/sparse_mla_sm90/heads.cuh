@@ -151,14 +151,6 @@ __device__ __forceinline__ void shrink_values(float low, float high, ValueSums& 
   }
 }
 
-// The softmax of two heads of a thread; the four lanes of a head have the same.
-struct HeadState {
-  float largest[2] = {kNegInf, kNegInf};  // in units of the dots, or of the capped logits
-  // What weights are relative to: a maximum that may lag behind, so that sums seldom shrink.
-  float reference[2] = {kNegInf, kNegInf};
-  float sum[2] = {0, 0};
-  float shrink[2];
-};
 // The largest weight is at most 2 to that.
 inline constexpr float kLag = 8;
 
@@ -171,7 +163,32 @@ __device__ inline float quad_sum(float x) {
   return x + __shfl_xor_sync(0xFFFFFFFF, x, 2);
 }
 
-// Makes weights of the dots of a tile and takes them into the state of each head. A NaN logit does
+// The softmax of two heads of a thread. Exchanges wait for the shared memory of the others: a tile
+// has none before its weights are there, unless the reference of a head moves.
+struct HeadState {
+  // In units of the dots, or of the capped logits: of the lane's keys, and at times of the keys of
+  // all four lanes of a head.
+  float largest[2] = {kNegInf, kNegInf};
+  // What weights are relative to: a maximum that may lag behind, so that sums seldom shrink. Like
+  // what follows, the same for the four lanes.
+  float reference[2] = {kNegInf, kNegInf};
+  float sum[2] = {0, 0};
+  float shrink[2];
+  float tile_sum[2];  // of the lane's keys of the last tile, not among `sum` yet
+
+  // -inf - -inf is not above the lag.
+  __device__ bool lags(int half, float unit) const {
+    return (largest[half] - reference[half]) * unit > kLag;
+  }
+  // Takes the last tile into the sums.
+  __device__ __forceinline__ void add_tile() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      sum[half] = fmaf(sum[half], shrink[half], quad_sum(tile_sum[half]));
+  }
+};
+
+// Makes weights of the dots of a tile; state.add_tile() takes them into the sums. A NaN logit does
 // not become the maximum; it makes its own weight NaN, and with it the head's sum.
 __device__ __forceinline__ void softmax(const Scores& scores, uint64_t present,
                                         WgmmaSums<kKeys>& dots, HeadState& state,
@@ -192,36 +209,34 @@ __device__ __forceinline__ void softmax(const Scores& scores, uint64_t present,
       if ((own >> (i / 4 * 8 + i % 2) & 1) == 0) dots.x[i] = kNegInf;
     }
   }
-  float start[2];
+  state.shrink[0] = state.shrink[1] = 1;
+  bool moves = false;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float tile_max = kNegInf;
+    float& largest = state.largest[half];
 #pragma unroll
     for (int n = 0; n < kKeys / 8; ++n) {
-      tile_max = fmaxf(tile_max, fmaxf(dots.x[4 * n + 2 * half], dots.x[4 * n + 2 * half + 1]));
+      largest = fmaxf(largest, fmaxf(dots.x[4 * n + 2 * half], dots.x[4 * n + 2 * half + 1]));
     }
-    state.largest[half] = fmaxf(state.largest[half], quad_max(tile_max));
+    moves |= state.lags(half, unit);
   }
-  // -inf - -inf is not above the lag.
-  const auto moves = [&](int half) {
-    return (state.largest[half] - state.reference[half]) * unit > kLag;
-  };
-  state.shrink[0] = state.shrink[1] = 1;
-  if (__any_sync(0xFFFFFFFF, moves(0) || moves(1))) {
+  if (__any_sync(0xFFFFFFFF, moves)) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (!moves(half)) continue;
+      state.largest[half] = quad_max(state.largest[half]);
+      if (!state.lags(half, unit)) continue;
       state.shrink[half] = cuda::exp2_fast((state.reference[half] - state.largest[half]) * unit);
       state.reference[half] = state.largest[half];
     }
   }
+  float start[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     // Without any weight so far, -inf - -inf must not become NaN; a NaN logit must stay one.
     const float reference = state.reference[half];
     start[half] = reference == kNegInf ? 0.0f : -reference * unit;
+    state.tile_sum[half] = 0;
   }
-  float sum[2] = {0, 0};
 #pragma unroll
   for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
@@ -229,13 +244,10 @@ __device__ __forceinline__ void softmax(const Scores& scores, uint64_t present,
       const float* const x = dots.x + 4 * n + 2 * half;
       const float first = cuda::exp2_fast(fmaf(x[0], unit, start[half]));
       const float second = cuda::exp2_fast(fmaf(x[1], unit, start[half]));
-      sum[half] += first + second;
+      state.tile_sum[half] += first + second;
       weights.step[n / 2].x[n % 2 * 2 + half] = cuda::bf16_pair(first, second);
     }
   }
-#pragma unroll
-  for (int half = 0; half < 2; ++half)
-    state.sum[half] = fmaf(state.sum[half], state.shrink[half], quad_sum(sum[half]));
 }
 
 // The warp's weights to the panel `to`, for the other warpgroup.

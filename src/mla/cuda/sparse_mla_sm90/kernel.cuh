@@ -8,8 +8,7 @@
 
 // A block takes 64 heads of one row and one part of its list, 64 slots at a time. Its warpgroups:
 //
-//   0, logits  Q K^T of a tile, softmax, weights to shared memory, and its channels 0..255 of the
-//              values
+//   0, logits  Q K^T of a tile, softmax, channels 0..255 of the values, weights to shared memory
 //   1, values  channels 256..511
 //   2, 3 keys  bring the rows (keys.cuh)
 //
@@ -55,19 +54,25 @@ __device__ __forceinline__ void meet_block() {
   meet_other_block<kBlocks>();
 }
 
+// Those who store would wait at a fence for what they have asked of memory, too.
+__device__ __forceinline__ void wait_for_keys(Mbarrier& full, int use) {
+  cuda::mbarrier_wait(full, use);
+  cuda::shared_stores_before_wgmma();
+}
+
 // Asks for Q K^T of tile i; once its first products are under way, it calls after_first().
 template <int kHeadDim, class AfterFirst>
 __device__ __forceinline__ void ask_logits(int i, SharedMemory<kHeadDim>& shared,
                                            WgmmaSums<kKeys>& dots, const AfterFirst& after_first) {
   const int stage = i % kStages;
   Tile& tile = shared.tiles[stage];
-  cuda::mbarrier_wait(shared.left_full[stage], i / kStages);
+  wait_for_keys(shared.left_full[stage], i / kStages);
   cuda::wgmma_fence();
   multiply_keys(shared.q, tile, 0, 1, dots);
   cuda::wgmma_commit();
   after_first();
   multiply_keys(shared.q, tile, 1, kHalfPanels, dots);
-  cuda::mbarrier_wait(shared.right_full[stage], i / kStages);
+  wait_for_keys(shared.right_full[stage], i / kStages);
   multiply_keys(shared.q, tile, kHalfPanels, SharedMemory<kHeadDim>::kPanels, dots);
   cuda::wgmma_commit();
 }
@@ -88,6 +93,10 @@ __device__ __forceinline__ void attend_left(const Scores& scores, int num_tiles,
     const uint64_t present = *reinterpret_cast<const uint64_t*>(shared.present[stage]);
     Weights weights;
     softmax(scores, present, dots, state, weights);
+    shrink_values(state.shrink[0], state.shrink[1], values);
+    cuda::wgmma_fence();
+    multiply_left(weights, shared.tiles[stage], values);
+    cuda::wgmma_commit();
     // The other warpgroup has used up the last weights.
     if (i > 0) cuda::sync_roles(kWeightsRead, 2 * kGroupThreads);
     store_weights(weights, shared.weights);
@@ -95,18 +104,14 @@ __device__ __forceinline__ void attend_left(const Scores& scores, int num_tiles,
       shared.factors[low_head()] = state.shrink[0];
       shared.factors[low_head() + 8] = state.shrink[1];
     }
-    cuda::shared_stores_before_wgmma();
     cuda::arrive_some(kWeightsReady, 2 * kGroupThreads);
-    shrink_values(state.shrink[0], state.shrink[1], values);
-    cuda::wgmma_fence();
-    multiply_left(weights, shared.tiles[stage], values);
-    cuda::wgmma_commit();
     if (i + 1 < num_tiles) {
       ask_logits(i + 1, shared, dots, [&] {
         cuda::wgmma_wait<1>();  // for the values of this tile
         if (i + kStages < num_tiles) arrive_free<kBlocks>(shared.left_free[stage]);
       });
     }
+    state.add_tile();
     cuda::wgmma_wait<0>();
     pin(values);
     pin(weights);
@@ -125,6 +130,7 @@ __device__ __forceinline__ void attend_right(int num_tiles, SharedMemory<kHeadDi
     Tile& tile = shared.tiles[stage];
     cuda::mbarrier_wait(shared.right_full[stage], i / kStages);
     cuda::sync_roles(kWeightsReady, 2 * kGroupThreads);
+    cuda::shared_stores_before_wgmma();  // those of the weights, too
     shrink_values(shared.factors[low_head()], shared.factors[low_head() + 8], values);
     cuda::wgmma_fence();
     multiply_right(shared.weights, tile, values);

@@ -41,6 +41,10 @@ template <int kBlocks>
 __device__ inline uint32_t first_own_key() {
   return kBlocks == 1 ? 0 : cuda::cluster_rank() * (kWarpKeys / kBlocks);
 }
+template <int kBlocks>
+__device__ inline bool is_own_key(uint32_t key) {
+  return key - first_own_key<kBlocks>() < kWarpKeys / kBlocks;
+}
 
 __device__ inline const uint8_t* at_place(const uint8_t* base, uint32_t place) {
   return base + 8 * static_cast<uint64_t>(place);
@@ -78,9 +82,23 @@ struct Share {
   }
 };
 
-__device__ __forceinline__ void store_piece(uint8_t* panel, uint32_t offset, const uint4& values) {
-  *reinterpret_cast<uint4*>(panel + offset) = values;
-}
+// Half of a tile, as a warp fills it, in this block and in the other one that shares the rows.
+template <int kBlocks>
+struct HalfPlace {
+  uint8_t* panels;
+  Mbarrier& full;
+  uint32_t distance = 0;  // to the other block
+
+  __device__ HalfPlace(Tile& tile, int first_panel, Mbarrier& full_)
+      : panels(tile[first_panel]), full(full_) {
+    if constexpr (kBlocks > 1) distance = cuda::distance_to_block(panels, 1 - cuda::cluster_rank());
+  }
+  __device__ __forceinline__ void store(int panel, uint32_t offset, const uint4& values) const {
+    uint8_t* const to = panels + panel * kPanelBytes + offset;
+    *reinterpret_cast<uint4*>(to) = values;
+    if constexpr (kBlocks > 1) cuda::send_at_distance(values, to, full, distance);
+  }
+};
 
 // What a lane has of one panel of its row: eight codes a piece.
 template <int kPieces>
@@ -166,9 +184,9 @@ struct HalfRow {
   // Calls after_first() when the first read has been waited for: what it asks for is not waited for
   // before the next half, although all reads that pass a branch share one scoreboard.
   template <int kHalf, class AfterFirst>
-  __device__ __forceinline__ void store(const KeyThread& me, const RowLayout& layout, Tile& tile,
+  __device__ __forceinline__ void store(const KeyThread& me, const RowLayout& layout,
+                                        const HalfPlace<kBlocks>& to,
                                         const AfterFirst& after_first) const {
-    uint8_t* const to = tile[kHalf * kHalfPanels];
     const uint32_t offset = Of::offset(me);
     if constexpr (kHeadDim > kValueDim) {
       decode(
@@ -194,8 +212,7 @@ struct HalfRow {
             const uint2 codes = panels[i].piece(n);
             const uint2 low = cuda::decode4_exact(codes.x, factor);
             const uint2 high = cuda::decode4_exact(codes.y, factor);
-            store_piece(to + i * kPanelBytes, offset ^ n << 4,
-                        make_uint4(low.x, low.y, high.x, high.y));
+            to.store(i, offset ^ n << 4, make_uint4(low.x, low.y, high.x, high.y));
           }
         }
       } else {
@@ -205,7 +222,7 @@ struct HalfRow {
             [&](int i) { return is_v4 ? v4_scale_value(byte(i)) : of_row; }, [] {});
       }
       if constexpr (kHalf == 1) {
-        if (is_v4) store_rope(to + kV4Panels * kPanelBytes, offset);
+        if (is_v4) store_rope(to, kV4Panels, offset);
       }
     }
   }
@@ -224,15 +241,15 @@ struct HalfRow {
   }
 
   template <class Scale, class AfterFirst>
-  __device__ __forceinline__ void decode(uint8_t* to, uint32_t offset, int num_panels,
-                                         const Scale& scale, const AfterFirst& after_first) const {
+  __device__ __forceinline__ void decode(const HalfPlace<kBlocks>& to, uint32_t offset,
+                                         int num_panels, const Scale& scale,
+                                         const AfterFirst& after_first) const {
 #pragma unroll
     for (int i = 0; i < kHalfPanels; ++i) {
       if (i >= num_panels) continue;
 #pragma unroll
       for (int n = 0; n < kPieces; ++n) {
-        store_piece(to + i * kPanelBytes, offset ^ n << 4,
-                    latent::decode8(panels[i].piece(n), scale(i)));
+        to.store(i, offset ^ n << 4, latent::decode8(panels[i].piece(n), scale(i)));
       }
       // Reads stay behind this, and not all panels are beside each other, which would need more
       // registers than there are.
@@ -241,13 +258,14 @@ struct HalfRow {
     }
   }
 
-  __device__ __forceinline__ void store_rope(uint8_t* panel, uint32_t offset) const {
+  __device__ __forceinline__ void store_rope(const HalfPlace<kBlocks>& to, int panel,
+                                             uint32_t offset) const {
     const auto& first = panels[kHalfPanels - 1].codes;
     if constexpr (kPieces == 1) {
-      store_piece(panel, offset, make_uint4(first.x, first.y, tail.codes.x, tail.codes.y));
+      to.store(panel, offset, make_uint4(first.x, first.y, tail.codes.x, tail.codes.y));
     } else {
-      store_piece(panel, offset, first);
-      store_piece(panel, offset ^ 16, tail.codes);
+      to.store(panel, offset, first);
+      to.store(panel, offset ^ 16, tail.codes);
     }
   }
 };
@@ -270,7 +288,8 @@ struct RopeRow {
     cuda::load_or_zeros_late(bytes[0], from, is_there);
     if constexpr (kPieces == 2) cuda::load_or_zeros_late(bytes[1], from + 16, is_there && is_v32);
   }
-  __device__ __forceinline__ void store(const KeyThread& me, RowFormat format, Tile& tile) const {
+  __device__ __forceinline__ void store(const KeyThread& me, RowFormat format,
+                                        const HalfPlace<kBlocks>& to) const {
     const uint32_t offset = Of::offset(me);
 #pragma unroll
     for (int n = 0; n < kPieces; ++n) {
@@ -280,7 +299,7 @@ struct RopeRow {
         values = latent::decode8(
             is_second ? make_uint2(bytes[0].z, bytes[0].w) : make_uint2(bytes[0].x, bytes[0].y), 1);
       }
-      store_piece(tile[kRopePanel], offset ^ n << 4, values);
+      to.store(kRopePanel - kHalfPanels, offset ^ n << 4, values);
     }
   }
 };
@@ -325,8 +344,7 @@ __device__ __forceinline__ uint32_t store_unaligned(const KeyThread& me, const R
   for (int key = 0; key < kWarpKeys; ++key) {
     const uint8_t* const row = of_key(own.row, key);
     const uint8_t* const scales = of_key(own.scales, key);
-    constexpr uint32_t kOwn = kWarpKeys / kBlocks;
-    if (key / kOwn * kOwn != first_own_key<kBlocks>()) continue;
+    if (!is_own_key<kBlocks>(key)) continue;
 #pragma unroll 1
     for (int piece = lane; piece < kHeadDim / 8; piece += 32) {
       uint4 values = make_uint4(0, 0, 0, 0);
@@ -355,19 +373,21 @@ __device__ __forceinline__ uint32_t store_unaligned(const KeyThread& me, const R
   return own.row != nullptr ? 0 : kNoPlace;
 }
 
-// The warp's rows of the panels [first_panel, end_panel) are there: the other block gets them too.
+// The warp's rows of the panels [first_panel, end_panel) are there. The other block has been sent
+// them, unless they came by themselves or byte by byte: then it gets a copy.
 template <int kBlocks>
-__device__ __forceinline__ void arrive_full(const KeyThread& me, Tile& tile, int first_panel,
-                                            int end_panel, Mbarrier& full) {
-  cuda::shared_stores_before_wgmma();
-  __syncwarp();
+__device__ __forceinline__ void arrive_full(const KeyThread& me, bool are_sent, Tile& tile,
+                                            int first_panel, int end_panel, Mbarrier& full) {
   const uint32_t lane = me.lane();
   if constexpr (kBlocks == 1) {
+    __syncwarp();
     if (lane == 0) cuda::mbarrier_arrive(full);
   } else {
     constexpr int kBytes = kWarpKeys / kBlocks * cuda::kPanelRowBytes;
     const auto num_panels = static_cast<uint32_t>(end_panel - first_panel);
-    if (lane < num_panels) {
+    if (!are_sent) cuda::shared_stores_before_wgmma();
+    __syncwarp();
+    if (!are_sent && lane < num_panels) {
       const uint32_t first_row = me.warp() * kWarpKeys + first_own_key<kBlocks>();
       cuda::copy_to_block(tile[first_panel + lane] + first_row * cuda::kPanelRowBytes, kBytes, full,
                           1 - cuda::cluster_rank());
@@ -378,7 +398,7 @@ __device__ __forceinline__ void arrive_full(const KeyThread& me, Tile& tile, int
 }
 
 // The places of a warp's keys, tile by tile.
-template <int kHeadDim>
+template <int kHeadDim, int kBlocks>
 class PlaceFinder {
  public:
   __device__ PlaceFinder(const KeyThread& me, const Params& params, const ListedKeys& keys,
@@ -420,7 +440,7 @@ class PlaceFinder {
     if (!params_.layouts[segment].aligned) return {};
     const auto slot = static_cast<uint32_t>(keys_.slot(tile, key()));
     const RowPlace place = params_.places[segment].find(slot, name);
-    if (place.row != kNoPlace) {
+    if (place.row != kNoPlace && is_own_key<kBlocks>(me.key())) {
       prefetch_row(params_.layouts[segment], at_place(params_.segments[segment].base, place.row));
     }
     return place;
@@ -443,7 +463,7 @@ __device__ __forceinline__ void bring_keys(const Params& params, const ListedKey
   constexpr bool kHasRope = kPanels > kRopePanel;
   const auto segment_of = [&](int tile) { return keys.is_primary(tile) ? 0 : 1; };
   const KeyThread me;
-  PlaceFinder<kHeadDim> finder(me, params, keys, begin, end);
+  PlaceFinder<kHeadDim, kBlocks> finder(me, params, keys, begin, end);
   HalfRow<kHeadDim, kBlocks> left, right;
   RopeRow<kBlocks> rope;
   RowPlace place;  // of key l % kWarpKeys of the tile in hand
@@ -483,7 +503,8 @@ __device__ __forceinline__ void bring_keys(const Params& params, const ListedKey
     const bool is_packed = params.places[segment].is_packed;
     wait_free(shared.left_free[stage]);
     if (is_packed) {
-      left.template store<0>(me, layout, tile, [&] { ask_right(segment); });
+      const HalfPlace<kBlocks> to(tile, 0, shared.left_full[stage]);
+      left.template store<0>(me, layout, to, [&] { ask_right(segment); });
     } else if (layout.aligned) {
       const uint8_t* const base = params.segments[segment].base;
       constexpr int kOwn = kWarpKeys / kBlocks;
@@ -498,7 +519,7 @@ __device__ __forceinline__ void bring_keys(const Params& params, const ListedKey
       wait_free(shared.right_free[stage]);
       place.row = store_unaligned<kHeadDim, kBlocks>(me, layout, keys, i, tile);
     }
-    arrive_full<kBlocks>(me, tile, 0, kHalfPanels, shared.left_full[stage]);
+    arrive_full<kBlocks>(me, is_packed, tile, 0, kHalfPanels, shared.left_full[stage]);
     // The registers of the left half are free for the search.
     RowPlace found;
     const int next = i + 1 < end ? segment_of(i + 1) : segment;
@@ -510,14 +531,15 @@ __device__ __forceinline__ void bring_keys(const Params& params, const ListedKey
     const uint32_t present = __ballot_sync(0xFFFFFFFF, place.row != kNoPlace);
     if (is_packed) {
       wait_free(shared.right_free[stage]);
-      if (kHasRope) rope.store(me, layout.format, tile);
-      right.template store<1>(me, layout, tile, [&] { ask_next(); });
+      const HalfPlace<kBlocks> to(tile, kHalfPanels, shared.right_full[stage]);
+      if (kHasRope) rope.store(me, layout.format, to);
+      right.template store<1>(me, layout, to, [&] { ask_next(); });
     } else {
       ask_next();
       cuda::wait_for_copies();
     }
     if (me.lane() == 0) shared.present[stage][me.warp()] = static_cast<uint8_t>(present);
-    arrive_full<kBlocks>(me, tile, kHalfPanels, kPanels, shared.right_full[stage]);
+    arrive_full<kBlocks>(me, is_packed, tile, kHalfPanels, kPanels, shared.right_full[stage]);
     place = found;
   }
 }

@@ -16,13 +16,13 @@ __device__ __forceinline__ void store_heads(const Target& to, const HeadState& s
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int in_block = low_head() + 8 * half;
+    const float largest = quad_max(state.largest[half]);
     if (threadIdx.x % 4 != 0 || !to.has(in_block)) continue;
     // From the reference, which may lag behind, to the maximum.
-    const float lag = (state.reference[half] - state.largest[half]) * logit_unit(scores);
-    const float shrink = state.reference[half] == state.largest[half] ? 1.0f : exp2f(lag);
+    const float lag = (state.reference[half] - largest) * logit_unit(scores);
+    const float shrink = state.reference[half] == largest ? 1.0f : exp2f(lag);
     const float sum = state.sum[half] * shrink;
-    const float largest = natural * state.largest[half];
-    shared.factors[in_block] = shrink * latent::leave_head(to, in_block, largest, sum);
+    shared.factors[in_block] = shrink * latent::leave_head(to, in_block, natural * largest, sum);
   }
 }
 

@@ -51,6 +51,14 @@ inline void copy_to_block(const void* own, int bytes, Mbarrier& full, uint32_t r
   barrier.bytes_ahead += bytes;
   end_phase(barrier);
 }
+inline uint32_t distance_to_block(const void*, uint32_t rank) { return rank; }
+inline void send_at_distance(const uint4& value, void* own, Mbarrier& full, uint32_t distance) {
+  test::gpu::need_alignment(own, sizeof(value));
+  std::memcpy(const_cast<void*>(test::gpu::of_cluster(own, distance)), &value, sizeof(value));
+  Mbarrier& barrier = barrier_of(full, distance);
+  barrier.bytes_ahead += sizeof(value);
+  end_phase(barrier);
+}
 template <class Kernel>
 void allow_large_clusters(Kernel*) {}
 
