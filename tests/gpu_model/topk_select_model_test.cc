@@ -83,6 +83,8 @@ TEST_F(TopkSelectSm90Model, EveryClusterEqualsTheReference) {
     test::gpu::settings().num_sms = num_sms;
     EXPECT_EQ(expect_reference(normal_row(60001), 2048), blocks);
   }
+  test::gpu::settings().num_sms = 1;
+  EXPECT_EQ(expect_reference(normal_row(16001), 2048), 1);
 }
 
 // Windows at any address, of any length, rows without entries and rows of padding.
@@ -119,22 +121,22 @@ TEST_F(TopkSelectSm90Model, WindowsAndTransformsEqualTheReference) {
   }
 }
 
-TEST_F(TopkSelectSm90Model, RowsThatNoClusterHoldsAreLeftToThePortableKernels) {
+TEST_F(TopkSelectSm90Model, RowsThatAreTooLongOrTooManyAreLeftToThePortableKernels) {
   const Tensor row_len = Tensor::i32({1}, {1});
-  Tensor indices(DType::kI32, {1, 4097});
+  Tensor indices(DType::kI32, {1, 2048});
   TopkSelectTensors tensors;
   tensors.row_len = row_len;
-  const auto blocks = [&](int64_t rows, int64_t width, int64_t topk, int64_t misplaced = 0) {
+  const auto blocks = [&](int64_t rows, int64_t width, int64_t topk) {
     static float anywhere[8];
-    tensors.logits = make_tensor(anywhere + misplaced, DType::kF32, {1, width});
+    tensors.logits = make_tensor(anywhere, DType::kF32, {1, width});
     tensors.indices = make_tensor(indices.data<int32_t>(), DType::kI32, {rows, topk});
     return test::gpu::run_topk_select_sm90({rows, width, topk}, tensors);
   };
-  EXPECT_EQ(blocks(1, 100000, 4097), 0);
   EXPECT_EQ(blocks(1, 524289, 2048), 0);
-  EXPECT_EQ(blocks(1, 16383, 2048), 0);
-  EXPECT_EQ(blocks(17, 65536, 2048), 0);
   EXPECT_EQ(blocks(16, 131073, 2048), 0);
+  EXPECT_EQ(blocks(128, 16385, 2048), 0);
+  EXPECT_EQ(blocks(133, 16384, 2048), 0);
+  EXPECT_EQ(blocks(1, 2048, 2048), 0);
 }
 
 }  // namespace

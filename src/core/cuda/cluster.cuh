@@ -18,18 +18,13 @@ __device__ inline uint32_t cluster_rank() {
   return rank;
 }
 
-/// A barrier of the cluster in two halves; every thread of every block calls both, in turn. What a
-/// thread wrote before it arrived, others see behind their wait.
-__device__ inline void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+/// A barrier of the cluster in two halves; every thread of every block calls both, in turn. It
+/// orders nothing but what an Inbox needs.
+__device__ inline void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ inline void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-/// cluster_arrive() that orders nothing but what an Inbox needs.
-__device__ inline void cluster_arrive_relaxed() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
 /// Where block `rank` of the cluster has what this block has at `own`, in shared memory.
@@ -44,14 +39,23 @@ struct Inbox {
   uint64_t state;
 };
 
-/// By one thread, before it comes to a barrier of the cluster, behind which others may send:
-/// `bytes` will arrive, from all blocks together.
-__device__ inline void open_inbox(Inbox& inbox, int bytes) {
-  const uint32_t at = shared_address(&inbox);
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(at) : "memory");
+/// By one thread, before it comes to a barrier of the cluster, behind which others may send.
+__device__ inline void init_inbox(Inbox& inbox) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&inbox)) : "memory");
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes)
-               : "memory");
+}
+/// By one thread: the phase under way ends when `bytes` have arrived in it, from all blocks
+/// together, also before this call.
+__device__ inline void expect(Inbox& inbox, int bytes) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&inbox)),
+      "r"(bytes)
+      : "memory");
+}
+/// Both.
+__device__ inline void open_inbox(Inbox& inbox, int bytes) {
+  init_inbox(inbox);
+  expect(inbox, bytes);
 }
 
 /// Stores `value` in block `rank`, which may be this one, where this one has `own`; nobody waits
@@ -70,36 +74,34 @@ __device__ inline void send(const float4& value, float4* own, const Inbox& inbox
       "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(cluster_address(&inbox, rank))
       : "memory");
 }
+__device__ inline void send(const uint4& value, uint4* own, const Inbox& inbox, uint32_t rank) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(cluster_address(own, rank)),
+      "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(cluster_address(&inbox, rank))
+      : "memory");
+}
+__device__ inline void send(uint32_t value, uint32_t* own, const Inbox& inbox, uint32_t rank) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
+          cluster_address(own, rank)),
+      "r"(value), "r"(cluster_address(&inbox, rank))
+      : "memory");
+}
 
-/// Waits until everything has arrived. The block may end behind it, also where what it has sent is
-/// still under way.
-__device__ inline void wait_for_inbox(const Inbox& inbox) {
+/// Waits until everything has arrived in phase `phase`, counted from 0, the one under way or the
+/// last before it. The block may end behind it, also where what it has sent is still under way.
+__device__ inline void wait_for_inbox(const Inbox& inbox, int phase = 0) {
   uint32_t over = 0;
   while (over == 0) {
     asm volatile(
-        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n"
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
         "selp.u32 %0, 1, 0, p;\n}\n"
         : "=r"(over)
-        : "r"(shared_address(&inbox))
+        : "r"(shared_address(&inbox)), "r"(phase & 1)
         : "memory");
   }
-}
-
-/// What block `rank` of the cluster has where this block has `own`, in shared memory. That block
-/// must have started and not ended: between two barriers of the cluster.
-__device__ inline uint2 load_from_cluster(const uint2* own, uint32_t rank) {
-  uint2 value;
-  asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];"
-               : "=r"(value.x), "=r"(value.y)
-               : "r"(cluster_address(own, rank))
-               : "memory");
-  return value;
-}
-
-/// Writes where block `rank` has `own`; seen behind a barrier of the cluster.
-__device__ inline void store_to_cluster(uint32_t* own, uint32_t rank, uint32_t value) {
-  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(cluster_address(own, rank)), "r"(value)
-               : "memory");
 }
 
 /// By the thread that has called mbarrier_init(), before a barrier of the cluster: others may use

@@ -372,62 +372,8 @@ __device__ inline uint32_t byte_sum(uint32_t bytes) {
   return (bytes & 0xFF) + (bytes >> 8 & 0xFF) + (bytes >> 16 & 0xFF) + (bytes >> 24);
 }
 
-/// The ranks of marked entries over a block whose threads hold up to 4 * kQuads groups each, in the
-/// order of warp, group, lane, entry: bit 4 * (group % 4) + entry of mask group / 4.
-template <int kQuads>
-struct MarkRanks {
-  uint32_t marks[kQuads];
-  uint32_t lanes_before[kQuads], totals[kQuads];  // in this warp, a byte for each group
-  uint32_t before;                                // this warp
-  uint32_t total;                                 // of the block
-
-  /// Every thread of the block calls it. Behind the next barrier `sums`, one for each warp, may be
-  /// used again.
-  template <int kThreads>
-  __device__ static MarkRanks of(const uint32_t (&marks)[kQuads], uint32_t* sums) {
-    constexpr int kWarps = kThreads / cuda::kWarpThreads;
-    const uint32_t lane = threadIdx.x % cuda::kWarpThreads;
-    const uint32_t warp = threadIdx.x / cuda::kWarpThreads;
-    MarkRanks ranks{};
-    uint32_t own = 0;
-#pragma unroll
-    for (int q = 0; q < kQuads; ++q) {
-      const WarpSum sum(group_counts(marks[q]));
-      ranks.marks[q] = marks[q];
-      ranks.lanes_before[q] = sum.before;
-      ranks.totals[q] = sum.total;
-      own += byte_sum(sum.total);
-    }
-    if (lane == 0) sums[warp] = own;
-    __syncthreads();
-    const uint32_t other = lane < kWarps ? sums[lane] : 0;
-    ranks.before = __reduce_add_sync(0xFFFFFFFF, lane < warp ? other : 0);
-    ranks.total = __reduce_add_sync(0xFFFFFFFF, other);
-    return ranks;
-  }
-
-  /// Calls emit(rank, group, entry) for the marked entries, all of which are in the first `groups`
-  /// groups, with `first` of them before the block.
-  template <class Emit>
-  __device__ void emit(uint32_t first, uint32_t groups, Emit emit) const {
-    uint32_t at = first + before;
-#pragma unroll
-    for (uint32_t q = 0; q < kQuads; ++q) {
-      if (4 * q >= groups) break;
-#pragma unroll 1
-      for (uint32_t j = 0; j < 4; ++j) {
-        uint32_t rank = at + (lanes_before[q] >> (8 * j) & 0xFF);
-        for (uint32_t left = marks[q] >> (4 * j) & 0xF; left != 0; left &= left - 1) {
-          emit(rank++, 4 * q + j, __ffs(static_cast<int>(left)) - 1);
-        }
-        at += totals[q] >> (8 * j) & 0xFF;
-      }
-    }
-  }
-};
-
 /// Ranks of two masks, of better entries and of ties, over a block whose threads hold kGroups
-/// groups each, in the same order.
+/// groups each, in the order of warp, group, lane, entry.
 struct StepRanks {
   uint32_t better, ties;
   WarpSum better_sums, ties_sums;       // a byte for each group

@@ -2,24 +2,29 @@
 
 #include <cstdint>
 
-// The budget of a block of topk_select on compute capability 9.0: one block a multiprocessor, a
-// cluster of 2 to 16 blocks a row.
+// The budget of a block of topk_select on compute capability 9.0: one block a multiprocessor, one
+// or a cluster of 2 to 16 blocks a row.
 //
-//   registers  512 threads at 128 (the launch)
-//   shared     keys and positions of the row's candidates, 8192 + 8192           65,536
-//              histogram, 2048 counters                                           8,192
-//              counts of the cluster's blocks and what steps hand round           < 1 KiB
+//   registers  512 threads at 128 or 1024 at 64 (the launch)
+//   shared     histograms: of the part, of all parts for a share of the bins, of the row, 2048
+//              counters each; of the entries of one bin, 256                     25,600
+//              entries of one bin of the row: keys, which of them are selected    4,224
+//              what steps hand round                                            < 1 KiB
 //              values of the block's part of the row, up to 8192 groups of 4    131,072
 //              of 232,448 bytes
-//
-// Before there are candidates their keys' place has the sample of the row; where none are kept, the
-// sums of all blocks' histograms and the result.
 namespace fovea::internal::topk_sm90 {
 
-inline constexpr int kThreads = 512;
+// Of a block; fewer where its part is short.
+inline constexpr int kMaxThreads = 1024;
+inline constexpr int kFewThreads = 512;
 inline constexpr int kMaxBlocks = 16;
-inline constexpr int64_t kBlockGroups = 8192;
-inline constexpr int64_t kMaxTopk = 4096;
-inline constexpr int64_t kMaxCandidates = kMaxTopk + 4096;
+// Entries of a thread have a bit each in a word.
+inline constexpr int64_t kThreadGroups = 8;
+inline constexpr int64_t kBlockGroups = kThreadGroups * kMaxThreads;
+// Entries of a row in the range of keys that is looked at one by one.
+inline constexpr uint32_t kRangeEntries = 1024;
+// Their histogram, which a warp adds up by itself.
+inline constexpr int kRangeDigitBits = 8;
+inline constexpr int kRangeBins = 1 << kRangeDigitBits;
 
 }  // namespace fovea::internal::topk_sm90

@@ -6,74 +6,47 @@
 #include "src/index/cuda/topk_select_sm90/config.h"
 #include "src/index/topk_select_transform.h"
 
-// A cluster of blocks a row. Every block keeps its part of the row in shared memory,
-// so that the row is read once, whatever its values are.
+// One block or a cluster of blocks a row. Every block keeps its part of the row in shared memory,
+// so that the row is read once, whatever its values are. All threads of all blocks do:
 //
-// warps of               do
-// every block            copy the part in; cut a sample of the whole row to the same threshold;
-//                        mark the entries of the part that reach it, the candidates; show their
-//                        number; send them to the first block, in order of position
-// the first block        finds the exact cut among them, writes the row
-//
-// Where a threshold cannot be had or was wrong:
-// every block            where the sample ends on a plateau, that; else, or where this was wrong,
-//                        histograms of the part's keys, which all blocks add up to the exact cut;
-//                        show how many of the part are better and on it; write their piece of the
-//                        row
+//   copy the part in
+//   count its values in a histogram; every block adds up a share of the bins of all and sends the
+//     sums to all: the bin where the best end; again within this one while it has too many entries
+//   mark what is better than the bin and what is in it; send the number of the former and the keys
+//     of the latter to all
+//   find which of those are among the best; write the selected entries of the part
 namespace fovea::internal::topk_sm90 {
 
 using namespace topk;
 
 struct SharedMemory {
-  // Of the row's candidates, in the first block; 16 bytes a group.
-  uint32_t keys[kMaxCandidates];
-  uint32_t positions[kMaxCandidates];
-  uint32_t bins[kBins];  // zero between uses
+  alignas(16) uint32_t bins[kBins];    // of the part
+  alignas(16) uint32_t shares[kBins];  // from each block, its counts of this block's share of bins
+  alignas(16) uint32_t totals[kBins];  // of the row
+  alignas(16) uint32_t range_bins[kRangeBins];  // zero
+  // Of the row's entries in the range, in order of position.
+  uint32_t keys[kRangeEntries];
+  uint32_t selected[kRangeEntries / cuda::kWarpThreads];  // a bit each
+  uint32_t in_range[kMaxBlocks];                          // entries of the blocks' parts
+  uint32_t better[kMaxBlocks];
   CutShared cut;
-  cuda::Mbarrier full;           // the part has come
-  uint32_t largest_key;          // of the part's candidates
-  uint32_t counts[kMaxBlocks];   // of candidates; then better entries and ties, 16 bits each
-  uint32_t largest[kMaxBlocks];  // keys of the blocks' candidates, in the first block
-  alignas(16) float values[4];   // of the part: as many as the launch has room for
-
-  // Before there are candidates, or in their place.
-  __device__ uint32_t* sample() { return keys; }
-  __device__ uint32_t* more_bins() { return keys; }
-  __device__ uint32_t* selected() { return positions; }
+  cuda::Mbarrier full;  // the part has come
+  cuda::Inbox shares_came, totals_came, counts_came, range_came;
+  alignas(16) float values[4];  // of the part: as many as the launch has room for
 };
-static_assert(kMaxSample <= kMaxCandidates && 2 * kBins <= kMaxCandidates);
 
-/// A row's groups that the block holds: those of a thread in the order in which MarkRanks counts,
-/// or in steps in the order in which StepRanks does.
+/// A row's groups that the block holds. A thread has neighbouring ones.
 struct Part {
-  static constexpr uint32_t kStep = kGroups * kThreads;
   uint32_t first, count;  // groups
-  uint32_t of_thread;     // groups at most; few where the part is short, so that no warp is idle
-  uint32_t spread;        // the same for a step
+  uint32_t of_thread;     // groups at most
 
-  __device__ Part(uint32_t num_groups, uint32_t rank, uint32_t num_blocks) {
+  __device__ Part(uint32_t num_groups, uint32_t rank, uint32_t num_blocks, uint32_t num_threads) {
     const uint32_t share = (num_groups + num_blocks - 1) / num_blocks;
     first = min(rank * share, num_groups);
     count = min(share, num_groups - first);
-    of_thread = (count + kThreads - 1) / kThreads;
-    spread = min(uint32_t{kGroups}, of_thread);
-  }
-  /// Group j < of_thread of this thread, within the part; count or more: there is none.
-  __device__ uint32_t local(uint32_t j) const {
-    const uint32_t warp = threadIdx.x / cuda::kWarpThreads, lane = threadIdx.x % cuda::kWarpThreads;
-    return (warp * of_thread + j) * cuda::kWarpThreads + lane;
-  }
-  /// Group j of this thread in the step that begins at `base`, within the part; count or more:
-  /// there is none.
-  __device__ uint32_t local(uint32_t base, int j) const {
-    const uint32_t warp = threadIdx.x / cuda::kWarpThreads, lane = threadIdx.x % cuda::kWarpThreads;
-    return static_cast<uint32_t>(j) < spread
-               ? base + (warp * spread + static_cast<uint32_t>(j)) * cuda::kWarpThreads + lane
-               : count;
+    of_thread = (count + num_threads - 1) / num_threads;
   }
 };
-
-constexpr int kQuads = static_cast<int>(kBlockGroups / 4 / kThreads);
 
 /// Starts to copy the part, by one thread; NaN in place of what is outside of the window, which is
 /// not read.
@@ -97,291 +70,410 @@ __device__ inline void copy_part(const Row& row, const Part& part, SharedMemory&
   }
 }
 
-/// Marks this thread's entries of the part that reach the threshold, or all; raises `largest` to
-/// their values. What is outside of the window is NaN and reaches nothing.
-__device__ inline void mark_candidates(const Row& row, const Part& part, bool all,
-                                       uint32_t threshold, const float* values,
-                                       uint32_t (&marks)[kQuads], float& largest) {
-  const float least = value_of(threshold);
-  uint64_t reaching = 0;
-  // Instructions come from cold memory, too: few of them.
-#pragma unroll 2
-  for (uint32_t j = 0; j < part.of_thread; ++j) {
-    const uint32_t local = part.local(j);
-    if (local >= part.count) break;
-    const float4 group = reinterpret_cast<const float4*>(values)[local];
-    const float entries[4] = {group.x, group.y, group.z, group.w};
-    uint32_t own = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (entries[i] >= least) own |= 1u << i;
-      largest = fmaxf(largest, entries[i]);
-    }
-    if (all) {
-      own = 0;
-      for (int i = 0; i < 4; ++i) own |= (row.position(part.first + local, i) < row.len) << i;
-    }
-    reaching |= uint64_t{own} << (4 * j);
-  }
-#pragma unroll
-  for (int q = 0; q < kQuads; ++q) marks[q] = static_cast<uint32_t>(reaching >> (16 * q)) & 0xFFFF;
-}
+/// Keys from `low` to `high`, the ends of a row's best: `need` of the `entries` in it are among
+/// them, with all above. Of NaN both are 0.
+struct Range {
+  uint32_t low, high;
+  uint32_t need, entries;
 
-/// The mask of the thread's entries of a step for which is(value, position) holds.
-template <class Is>
-__device__ uint32_t mask_of(const Row& row, const Part& part, uint32_t base, const float* values,
-                            Is is) {
-  uint32_t mask = 0;
-#pragma unroll
-  for (int j = 0; j < kGroups; ++j) {
-    const uint32_t local = part.local(base, j);
-    if (local >= part.count) continue;
-    const float4 group = reinterpret_cast<const float4*>(values)[local];
-    const float entries[4] = {group.x, group.y, group.z, group.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (is(entries[i], row.position(part.first + local, i))) mask |= 1u << (4 * j + i);
-    }
-  }
-  return mask;
-}
+  __device__ bool of_nan() const { return high == 0; }
+};
 
-/// Calls use(key) for the keys of this thread's share of the part.
-template <class Use>
-__device__ void each_key(const Row& row, const Part& part, const float* values, Use& use) {
-#pragma unroll 1
-  for (uint32_t base = 0; base < part.count; base += Part::kStep) {
-    mask_of(row, part, base, values, [&](float value, uint32_t pos) {
-      if (pos < row.len) use(key_of(value));
-      return false;
-    });
-  }
-}
+/// The bins of the first histogram: NaN; then numbers in steps of 1/32 of a power of two from 2^-16
+/// to 2^16, on both sides of zero.
+struct FirstBins {
+  static constexpr int kShift = 18, kMiddle = kBins / 2;
+  static constexpr uint32_t kFirst = (127 - 16) << 5;  // of the magnitudes in steps of kShift bits
+  static constexpr uint32_t kSteps = kMiddle - 1;
 
-/// Shows `count` of this block to all others, and those of the others to this one, behind the next
-/// barrier of the cluster.
-template <int kBlocks>
-__device__ void show_count(uint32_t count, uint32_t rank, SharedMemory& shared) {
-  if (threadIdx.x < kBlocks) cuda::store_to_cluster(&shared.counts[rank], threadIdx.x, count);
-}
-
-__device__ inline void sync_cluster() {
-  cuda::cluster_arrive();
-  cuda::cluster_wait();
-}
-
-/// A histogram of the cluster: every block counts, adds up its share of the bins of all blocks and
-/// shows the sums to all.
-template <int kBlocks>
-struct ClusterBins {
-  static constexpr uint32_t kShare = kBins / kBlocks;
-  uint32_t* bins;        // of this block; zero between uses
-  uint32_t* sums;        // [kShare], zero between uses
-  uint32_t* totals;      // [kBins]
-  uint32_t rank;         // of this block
-  uint32_t last, times;  // equal keys come in runs: one addition for each
-
-  __device__ ClusterBins(uint32_t* own, uint32_t* more, uint32_t block_rank)
-      : bins(own), sums(more), totals(more + kBins), rank(block_rank), last(kBins), times(0) {}
-  __device__ void add(uint32_t bin) {
-    if (bin != last) flush(bin);
-    ++times;
+  /// Of a number.
+  __device__ static uint32_t of(float value) {
+    const float magnitude = fminf(fmaxf(fabsf(value), __uint_as_float(kFirst << kShift)),
+                                  __uint_as_float((kFirst + kSteps - 1) << kShift));
+    const uint32_t step = (__float_as_uint(magnitude) >> kShift) - kFirst;
+    const auto flip = static_cast<uint32_t>(static_cast<int32_t>(__float_as_uint(value + 0.0f)) >>
+                                            31);  // -0 is +0
+    return kMiddle + (step ^ flip);
   }
-  __device__ void flush(uint32_t next) {
-    if (times > 0) atomicAdd(&bins[last], times);
-    last = next;
-    times = 0;
-  }
-  __device__ void finish() {
-    flush(kBins);
-    sync_cluster();
-    // Pairs of bins of one block for each thread.
-#pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < kBins / 2; i += kThreads) {
-      const uint32_t pair = i % (kShare / 2) * 2;
-      const uint2 both = cuda::load_from_cluster(
-          reinterpret_cast<const uint2*>(&bins[rank * kShare + pair]), i / (kShare / 2));
-      if (both.x > 0) atomicAdd(&sums[pair], both.x);
-      if (both.y > 0) atomicAdd(&sums[pair + 1], both.y);
-    }
-    __syncthreads();
-#pragma unroll
-    for (uint32_t i = threadIdx.x; i < kBins; i += kThreads) {
-      cuda::store_to_cluster(&totals[rank * kShare + i % kShare], i / kShare, sums[i % kShare]);
-    }
-    sync_cluster();
-    for (uint32_t i = threadIdx.x; i < kShare; i += kThreads) sums[i] = 0;
-  }
-  __device__ void take(int top, uint32_t (&counts)[kTaken]) {
-#pragma unroll
-    for (int i = 0; i < kTaken; ++i) {
-      counts[i] = totals[top - i];
-      bins[top - i] = 0;
-    }
+  __device__ static Range range(uint32_t bin, uint32_t need, uint32_t entries) {
+    if (bin == 0) return {0, 0, need, entries};
+    const bool negative = bin < kMiddle;
+    const uint32_t step = negative ? kMiddle - 1 - bin : bin - kMiddle;
+    const uint32_t least = step > 0 ? (kFirst + step) << kShift : negative ? 1 : 0;
+    const uint32_t most = step < kSteps - 1 ? ((kFirst + step + 1) << kShift) - 1 : 0x7F800000;
+    return negative ? Range{0x7FFFFFFF - most, 0x7FFFFFFF - least, need, entries}
+                    : Range{0x80000000 + least, 0x80000000 + most, need, entries};
   }
 };
 
-/// Writes the best of row t from its candidates, in order of position; `cut` is a range of keys
-/// that begins at or below all of them. Keys and positions are at multiples of 16 bytes, and may be
-/// read up to a multiple of four.
-__device__ inline void select_candidates(const TopkRows& rows, int64_t t, const Cut& cut,
-                                         const uint32_t* keys, const uint32_t* positions,
-                                         uint32_t* bins, CutShared& shared) {
-  static_assert(kMaxCandidates <= 4 * 4 * kThreads, "a mask has four groups");
-  const uint32_t lane = threadIdx.x % cuda::kWarpThreads;
-  const uint32_t warp = threadIdx.x / cuda::kWarpThreads;
-  const uint32_t count = cut.entries;
-  const uint32_t groups = (count + 4 * kThreads - 1) / (4 * kThreads);
-  const auto entry = [&](uint32_t j, uint32_t i) {
-    return 4 * ((warp * groups + j) * cuda::kWarpThreads + lane) + i;
-  };
-  const auto each_candidate = [&](auto use) {
-#pragma unroll 1
-    for (uint32_t j = 0; j < groups; ++j) {
-      const uint32_t first = entry(j, 0);
-      if (first >= count) break;
-      const uint4 all = *reinterpret_cast<const uint4*>(&keys[first]);
-      const uint32_t own[4] = {all.x, all.y, all.z, all.w};
+/// A finished histogram, for find_bin.
+struct FinishedBins {
+  const uint32_t* bins;
+
+  __device__ void take(int top, uint32_t (&counts)[kTaken]) const {
+    const uint4 all = *reinterpret_cast<const uint4*>(&bins[top - (kTaken - 1)]);
+    counts[0] = all.w, counts[1] = all.z, counts[2] = all.y, counts[3] = all.x;
+  }
+};
+
+template <int kThreads>
+__device__ void zero_bins(uint32_t* bins) {
+  static_assert(kBins / 4 <= kThreads);
+  if (threadIdx.x < kBins / 4) reinterpret_cast<uint4*>(bins)[threadIdx.x] = make_uint4(0, 0, 0, 0);
+}
+
+__device__ inline void zero_range_bins(uint32_t* bins) {
+  if (threadIdx.x < kRangeBins / 4) {
+    reinterpret_cast<uint4*>(bins)[threadIdx.x] = make_uint4(0, 0, 0, 0);
+  }
+}
+
+/// Calls use(group, values) for this thread's share of the part's groups.
+template <int kThreads, class Use>
+__device__ void each_group(const Part& part, const SharedMemory& shared, Use use) {
+  // Instructions come from cold memory, too: few of them.
+#pragma unroll 2
+  for (uint32_t g = threadIdx.x; g < part.count; g += kThreads) {
+    const float4 group = reinterpret_cast<const float4*>(shared.values)[g];
+    const float values[4] = {group.x, group.y, group.z, group.w};
+    use(g, values);
+  }
+}
+
+template <int kThreads>
+__device__ void count_numbers(const Row& row, const Part& part, SharedMemory& shared) {
+  each_group<kThreads>(part, shared, [&](uint32_t g, const float(&values)[4]) {
+    const float sum = values[0] + values[1] + values[2] + values[3];
+    if (sum == sum) {
 #pragma unroll
-      for (uint32_t i = 0; i < 4; ++i) {
-        if (first + i < count) use(j, i, own[i]);
-      }
+      for (int i = 0; i < 4; ++i) atomicAdd(&shared.bins[FirstBins::of(values[i])], 1u);
+      return;
     }
-  };
-  // Candidates are in order of position: their places do for positions.
-  const Entry last = find_last<kThreads>(cut, count, bins, shared, [&](auto use) {
-    each_candidate([&](uint32_t j, uint32_t i, uint32_t key) { use(key, entry(j, i)); });
-  });
-  uint32_t marks[1] = {0};
-  each_candidate([&](uint32_t j, uint32_t i, uint32_t key) {
-    if (Entry{key, entry(j, i)}.reaches(last)) marks[0] |= 1u << (4 * j + i);
-  });
-  const auto ranks = MarkRanks<1>::of<kThreads>(marks, shared.sums);
-  int32_t* const out = rows.out(t);
-  ranks.emit(0, groups, [&](uint32_t to, uint32_t j, int i) {
-    const uint32_t pos = positions[entry(j, static_cast<uint32_t>(i))];
-    out[to] = rows.index(t, static_cast<int32_t>(pos));
+    // NaN, in or beside the window, or infinities.
+#pragma unroll 1
+    for (int i = 0; i < 4; ++i) {
+      const float value = shared.values[4 * g + static_cast<uint32_t>(i)];
+      if (row.position(part.first + g, i) >= row.len) continue;
+      atomicAdd(&shared.bins[value == value ? FirstBins::of(value) : 0], 1u);
+    }
   });
 }
 
-/// The usual row, whose candidates reach `threshold` or are all: false where they are too few or
-/// too many.
-template <int kBlocks>
-__device__ bool select_sampled(const TopkRows& rows, int64_t t, const Row& row, const Part& part,
-                               uint32_t topk, uint32_t capacity, uint32_t threshold, uint32_t rank,
-                               SharedMemory& shared) {
-  float most = -INFINITY;
-  const bool all = row.len <= capacity;
-  uint32_t marks[kQuads];
-  mark_candidates(row, part, all, threshold, shared.values, marks, most);
-  const uint32_t largest = __reduce_max_sync(0xFFFFFFFF, key_of(most));
-  if (threadIdx.x % cuda::kWarpThreads == 0) atomicMax(&shared.largest_key, largest);
-  const auto ranks = MarkRanks<kQuads>::of<kThreads>(marks, shared.cut.sums);
-  uint32_t count = ranks.total, first = 0, largest_key = shared.largest_key;
-  if constexpr (kBlocks > 1) {
-    show_count<kBlocks>(ranks.total, rank, shared);
-    if (threadIdx.x == 0) cuda::store_to_cluster(&shared.largest[rank], 0, largest_key);
-    sync_cluster();
-    count = 0;
+template <int kThreads>
+__device__ void count_range(const Part& part, const Range& range, int shift, SharedMemory& shared) {
+  each_group<kThreads>(part, shared, [&](uint32_t, const float(&values)[4]) {
 #pragma unroll
-    for (uint32_t r = 0; r < kBlocks; ++r) {
-      if (r == rank) first = count;
-      count += shared.counts[r];
-    }
-  }
-  if (count < topk || count > capacity) return false;
-  ranks.emit(first, part.of_thread, [&](uint32_t to, uint32_t j, int i) {
-    const uint32_t local = part.local(j);
-    const uint32_t key = key_of(shared.values[4 * local + i]);
-    const uint32_t pos = row.position(part.first + local, i);
-    if constexpr (kBlocks > 1) {
-      cuda::store_to_cluster(&shared.keys[to], 0, key);
-      cuda::store_to_cluster(&shared.positions[to], 0, pos);
-    } else {
-      shared.keys[to] = key;
-      shared.positions[to] = pos;
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t above = key_of(values[i]) - range.low;
+      if (above <= range.high - range.low) atomicAdd(&shared.bins[above >> shift], 1u);
     }
   });
-  if constexpr (kBlocks > 1) {
-    sync_cluster();
-    if (rank != 0) return true;
+}
+
+/// The histogram of the row from those of the parts. Once each thread has counted its share, every
+/// thread calls it.
+template <int kBlocks, int kThreads>
+__device__ const uint32_t* sum_bins(uint32_t rank, int round, SharedMemory& shared) {
+  __syncthreads();
+  if constexpr (kBlocks == 1) return shared.bins;
+  constexpr uint32_t kShare = kBins / kBlocks / 4;  // of a block, in fours
+  const auto* const bins = reinterpret_cast<const uint4*>(shared.bins);
+  auto* const shares = reinterpret_cast<uint4*>(shared.shares);
+  auto* const totals = reinterpret_cast<uint4*>(shared.totals);
+  if (threadIdx.x == 0) {
+    cuda::expect(shared.shares_came, 4 * kBins);
+    cuda::expect(shared.totals_came, 4 * kBins);
+  }
+  if (threadIdx.x < kBins / 4) {
+    cuda::send(bins[threadIdx.x], &shares[rank * kShare + threadIdx.x % kShare], shared.shares_came,
+               threadIdx.x / kShare);
+  }
+  if (threadIdx.x < kShare) {
+    cuda::wait_for_inbox(shared.shares_came, round);
+    uint4 sum = make_uint4(0, 0, 0, 0);
 #pragma unroll
-    for (uint32_t r = 0; r < kBlocks; ++r) largest_key = max(largest_key, shared.largest[r]);
+    for (uint32_t r = 0; r < kBlocks; ++r) {
+      const uint4 one = shares[r * kShare + threadIdx.x];
+      sum.x += one.x, sum.y += one.y, sum.z += one.z, sum.w += one.w;
+    }
+#pragma unroll 4
+    for (uint32_t r = 0; r < kBlocks; ++r) {
+      cuda::send(sum, &totals[rank * kShare + threadIdx.x], shared.totals_came, r);
+    }
+  }
+  cuda::wait_for_inbox(shared.totals_came, round);
+  return shared.totals;
+}
+
+/// The range where the best end, of one key or no more than kRangeEntries entries; how many each
+/// part has in it is on its way to shared.in_range.
+template <int kBlocks, int kThreads>
+__device__ Range find_range(const Row& row, const Part& part, uint32_t topk, uint32_t rank,
+                            SharedMemory& shared) {
+  count_numbers<kThreads>(row, part, shared);
+  Range range{0, 0, topk, row.len};
+  int shift = 0;
+#pragma unroll 1
+  for (int round = 0;; ++round) {
+    const uint32_t* const totals = sum_bins<kBlocks, kThreads>(rank, round, shared);
+    find_bin<kThreads>(range.need, FinishedBins{totals}, shared.cut);
+    const uint32_t bin = shared.cut.bin;
+    if (round == 0) {
+      range = FirstBins::range(bin, shared.cut.need, shared.cut.entries);
+    } else {
+      const uint32_t low = range.low + (bin << shift);
+      range = {low, min(range.high, low + ((1u << shift) - 1)), shared.cut.need,
+               shared.cut.entries};
+    }
+    if (range.entries <= kRangeEntries || range.low == range.high) {
+      if constexpr (kBlocks > 1) {
+        if (threadIdx.x == 0) cuda::expect(shared.counts_came, 4 * kBlocks);
+        if (threadIdx.x < kBlocks) {
+          cuda::send(shared.bins[bin], &shared.in_range[rank], shared.counts_came, threadIdx.x);
+        }
+      }
+      return range;
+    }
+    shift = max(bits_of(range.high - range.low) - kDigitBits, 0);
+    zero_bins<kThreads>(shared.bins);
+    __syncthreads();
+    count_range<kThreads>(part, range, shift, shared);
+  }
+}
+
+/// A bit for each entry of this thread: bit 4 * group + entry.
+struct Marks {
+  uint32_t better, in_range;
+};
+
+/// Calls use(group, values) for the groups of this thread.
+template <class Use>
+__device__ void each_own_group(const Part& part, const SharedMemory& shared, Use use) {
+  const uint32_t first = threadIdx.x * part.of_thread;
+  // Lanes begin with different groups: they are in different banks then.
+  uint32_t j = threadIdx.x % 8 * part.of_thread / 8;
+#pragma unroll 2
+  for (uint32_t step = 0; step < part.of_thread; ++step) {
+    if (first + j < part.count) {
+      const float4 group = reinterpret_cast<const float4*>(shared.values)[first + j];
+      const float values[4] = {group.x, group.y, group.z, group.w};
+      use(j, values);
+    }
+    j = j + 1 < part.of_thread ? j + 1 : 0;
+  }
+}
+
+__device__ inline Marks mark_entries(const Row& row, const Part& part, const Range& range,
+                                     const SharedMemory& shared) {
+  uint32_t better = 0, reaching = 0;
+  if (range.of_nan()) {
+    each_own_group(part, shared, [&](uint32_t j, const float(&values)[4]) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t pos = row.position(part.first + threadIdx.x * part.of_thread + j, i);
+        if (values[i] == values[i]) better |= 1u << (4 * j + i);
+        if (pos < row.len) reaching |= 1u << (4 * j + i);
+      }
+    });
+  } else {
+    const float low = value_of(range.low), high = value_of(range.high);
+    each_own_group(part, shared, [&](uint32_t j, const float(&values)[4]) {
+      uint32_t above = 0, upto = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (values[i] > high) above |= 1u << i;
+        if (values[i] >= low) upto |= 1u << i;
+      }
+      better |= above << (4 * j);
+      reaching |= upto << (4 * j);
+    });
+  }
+  return {better, reaching & ~better};
+}
+
+/// Where the entries of a thread stand among those of the row.
+struct Places {
+  uint32_t better, in_range;  // entries before
+};
+
+/// Sends the number of better entries and, if `listing`, the keys in the range to all blocks;
+/// behind it all have come.
+template <int kBlocks, int kThreads>
+__device__ Places exchange_range(const Part& part, const Range& range, const Marks& marks,
+                                 bool listing, uint32_t rank, SharedMemory& shared) {
+  const uint32_t lane = threadIdx.x % cuda::kWarpThreads;
+  const uint32_t warp = threadIdx.x / cuda::kWarpThreads;
+  const WarpSum in_warp(static_cast<uint32_t>(__popc(marks.better)) |
+                        static_cast<uint32_t>(__popc(marks.in_range)) << 16);
+  if (lane == 0) shared.cut.sums[warp] = in_warp.total;
+  __syncthreads();
+  const uint32_t sums = lane < kThreads / cuda::kWarpThreads ? shared.cut.sums[lane] : 0;
+  const uint32_t before = __reduce_add_sync(0xFFFFFFFF, lane < warp ? sums : 0) + in_warp.before;
+  Places places{before & 0xFFFF, before >> 16};
+  if constexpr (kBlocks > 1) {
+    cuda::wait_for_inbox(shared.counts_came);
+    places.in_range += __reduce_add_sync(0xFFFFFFFF, lane < rank ? shared.in_range[lane] : 0);
+    if (threadIdx.x == 0) {
+      cuda::expect(shared.range_came,
+                   4 * (kBlocks + (listing ? static_cast<int>(range.entries) : 0)));
+    }
+    if (warp == 0) {
+      const uint32_t better = __reduce_add_sync(0xFFFFFFFF, sums) & 0xFFFF;
+      if (lane < kBlocks) cuda::send(better, &shared.better[rank], shared.range_came, lane);
+    }
+  }
+  if (listing) {
+    uint32_t to = places.in_range;
+    for (uint32_t left = marks.in_range; left != 0; left &= left - 1, ++to) {
+      const auto bit = static_cast<uint32_t>(__ffs(static_cast<int>(left))) - 1;
+      const uint32_t key = key_of(shared.values[4 * threadIdx.x * part.of_thread + bit]);
+      if constexpr (kBlocks > 1) {
+#pragma unroll 4
+        for (uint32_t r = 0; r < kBlocks; ++r) {
+          cuda::send(key, &shared.keys[to], shared.range_came, r);
+        }
+      } else {
+        shared.keys[to] = key;
+      }
+    }
+  }
+  if constexpr (kBlocks > 1) {
+    cuda::wait_for_inbox(shared.range_came);
+    places.better += __reduce_add_sync(0xFFFFFFFF, lane < rank ? shared.better[lane] : 0);
   } else {
     __syncthreads();
   }
-  select_candidates(rows, t, {threshold, bits_of(largest_key - threshold), topk, count},
-                    shared.keys, shared.positions, shared.bins, shared.cut);
-  return true;
+  return places;
 }
 
-/// The ranks of a step's entries that are better than the cut or on it.
-__device__ inline StepRanks rank_keys(const Row& row, const Part& part, uint32_t base,
-                                      const Cut& cut, SharedMemory& shared) {
-  const uint32_t better = mask_of(row, part, base, shared.values, [&](float value, uint32_t pos) {
-    return pos < row.len && key_of(value) > cut.base;
-  });
-  const uint32_t ties = mask_of(row, part, base, shared.values, [&](float value, uint32_t pos) {
-    return pos < row.len && key_of(value) == cut.base;
-  });
-  return StepRanks::of<kThreads>(better, ties, shared.cut);
-}
-
-static_assert(4 * kBlockGroups < 1 << 16, "the entries of a part are counted in 16 bits");
-
-/// Any row: the exact cut, by three histograms of all keys unless `guess`, a key, is where the best
-/// end; then every block writes what the row has of its part.
-template <int kBlocks>
-__device__ void select_from_all(const TopkRows& rows, int64_t t, const Row& row, const Part& part,
-                                uint32_t topk, Cut guess, uint32_t rank, SharedMemory& shared) {
-  Cut cut = guess;
-  uint32_t better_first, ties_first, better, ties;
-  while (true) {
-    if (cut.bits > 0) {
-      for (uint32_t i = threadIdx.x; i < 2 * kBins; i += kThreads) shared.more_bins()[i] = 0;
-      __syncthreads();
-      const ClusterBins<kBlocks> bins(shared.bins, shared.more_bins(), rank);
-      cut = find_cut<kThreads>(cut, 3, 0, bins, shared.cut, [&](auto use) {
-              each_key(row, part, shared.values, use);
-            }).at_key();
-    }
-    better = ties = 0;
-#pragma unroll 1
-    for (uint32_t base = 0; base < part.count; base += Part::kStep) {
-      const StepRanks ranks = rank_keys(row, part, base, cut, shared);
-      better += ranks.better_total;
-      ties += ranks.ties_total;
-    }
-    show_count<kBlocks>(better | ties << 16, rank, shared);
-    sync_cluster();
-    better_first = ties_first = 0;
-    uint32_t all_better = 0, all_ties = 0;
-#pragma unroll 1
-    for (uint32_t r = 0; r < kBlocks; ++r) {
-      if (r == rank) better_first = all_better, ties_first = all_ties;
-      all_better += shared.counts[r] & 0xFFFF;
-      all_ties += shared.counts[r] >> 16;
-    }
-    cut.need = topk - all_better;
-    if (all_better <= topk && topk <= all_better + all_ties) break;
-    cut = {0, 32, topk, row.len};
-  }
-  const uint32_t begin = better_first + min(ties_first, cut.need);
-  const uint32_t end = better_first + better + min(ties_first + ties, cut.need);
-  uint32_t* const selected = shared.selected();
-#pragma unroll 1
-  for (uint32_t base = 0; base < part.count; base += Part::kStep) {
-    const StepRanks ranks = rank_keys(row, part, base, cut, shared);
-    ranks.emit(better_first, ties_first, cut.need, [&](uint32_t to, int j, int i) {
-      selected[to - begin] = row.position(part.first + part.local(base, j), i);
-    });
-    better_first += ranks.better_total;
-    ties_first += ranks.ties_total;
+/// shared.selected for the entries of the range, from their keys.
+template <int kThreads>
+__device__ void select_listed(const Range& range, SharedMemory& shared) {
+  constexpr int kOwn = kRangeEntries / kThreads;
+  const uint32_t lane = threadIdx.x % cuda::kWarpThreads;
+  const int bits = bits_of(range.high - range.low);
+  const int shift = max(bits - kRangeDigitBits, 0);
+  uint32_t keys[kOwn];
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const uint32_t own = threadIdx.x + static_cast<uint32_t>(i) * kThreads;
+    if (own >= range.entries) continue;
+    keys[i] = shared.keys[own];
+    atomicAdd(&shared.range_bins[(keys[i] - range.low) >> shift], 1u);
   }
   __syncthreads();
-  int32_t* const out = rows.out(t) + begin;
-  for (uint32_t i = threadIdx.x; i < end - begin; i += kThreads) {
-    out[i] = rows.index(t, static_cast<int32_t>(selected[i]));
+  // Every warp finds the bin where the best end; lanes have eight bins each, from the top.
+  static_assert(kRangeBins == 8 * cuda::kWarpThreads);
+  const auto* const from =
+      reinterpret_cast<const uint4*>(&shared.range_bins[8 * (cuda::kWarpThreads - 1 - lane)]);
+  const uint4 upper = from[1], lower = from[0];
+  const uint32_t counts[8] = {upper.w, upper.z, upper.y, upper.x,
+                              lower.w, lower.z, lower.y, lower.x};
+  uint32_t sum = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) sum += counts[i];
+  uint32_t before = WarpSum(sum).before;
+  uint32_t found = 0, need = 0, entries = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (before < range.need && range.need <= before + counts[i]) {
+      found = 8 * (cuda::kWarpThreads - lane) - 1 - static_cast<uint32_t>(i);
+      need = range.need - before;
+      entries = counts[i];
+    }
+    before += counts[i];
+  }
+  const int from_lane = __ffs(static_cast<int>(__ballot_sync(0xFFFFFFFF, entries != 0))) - 1;
+  found = __shfl_sync(0xFFFFFFFF, found, from_lane);
+  need = __shfl_sync(0xFFFFFFFF, need, from_lane);
+  entries = __shfl_sync(0xFFFFFFFF, entries, from_lane);
+  Entry last{range.low + (found << shift), ~0u};
+  const auto is_in_bin = [&](uint32_t key) { return (key - range.low) >> shift == found; };
+  if (need < entries && entries <= kListed) {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const uint32_t own = threadIdx.x + static_cast<uint32_t>(i) * kThreads;
+      if (own < range.entries && is_in_bin(keys[i])) {
+        shared.cut.list[atomicAdd(&shared.cut.listed, 1u)] = {keys[i], own};
+      }
+    }
+    __syncthreads();
+  } else if (need < entries) {
+    zero_bins<kThreads>(shared.bins);
+    __syncthreads();
+    last = find_last<kThreads>(
+        {last.key, shift, need, entries}, range.entries, shared.bins, shared.cut, [&](auto use) {
+#pragma unroll
+          for (int i = 0; i < kOwn; ++i) {
+            const uint32_t own = threadIdx.x + static_cast<uint32_t>(i) * kThreads;
+            if (own < range.entries && keys[i] >= last.key) {
+              use(keys[i], own);
+            }
+          }
+        });
+  }
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const uint32_t own = threadIdx.x + static_cast<uint32_t>(i) * kThreads;
+    bool selected = false;
+    if (own < range.entries) {
+      selected = Entry{keys[i], own}.reaches(last);
+      if (need < entries && entries <= kListed && is_in_bin(keys[i])) {
+        uint32_t reaching = 0;  // with this entry
+#pragma unroll 1
+        for (uint32_t k = 0; k < entries; ++k) {
+          reaching += shared.cut.list[k].reaches({keys[i], own});
+        }
+        selected = reaching <= need;
+      }
+    }
+    const uint32_t word = __ballot_sync(0xFFFFFFFF, selected);
+    if (lane == 0) shared.selected[own / cuda::kWarpThreads] = word;
+  }
+  __syncthreads();
+}
+
+/// Which entries of the range are among the best: by their bits if they are listed, else the first
+/// ones. Every thread of a warp makes and asks it.
+struct Selection {
+  const uint32_t* bits;  // null: not listed
+  uint32_t need;
+  uint32_t word, words_before;  // of the lane
+
+  __device__ Selection(const uint32_t* selected, uint32_t range_need)
+      : bits(selected), need(range_need), word(0), words_before(0) {
+    static_assert(kRangeEntries == cuda::kWarpThreads * cuda::kWarpThreads);
+    if (bits == nullptr) return;
+    word = bits[threadIdx.x % cuda::kWarpThreads];
+    words_before = WarpSum(static_cast<uint32_t>(__popc(word))).before;
+  }
+  /// How many before `entry` are selected.
+  __device__ uint32_t before(uint32_t entry) const {
+    if (bits == nullptr) return min(entry, need);
+    const uint32_t at = min(entry / cuda::kWarpThreads, cuda::kWarpThreads - 1u);
+    const uint32_t own_word = __shfl_sync(0xFFFFFFFF, word, static_cast<int>(at));
+    const uint32_t own_before = __shfl_sync(0xFFFFFFFF, words_before, static_cast<int>(at));
+    const uint32_t within = entry - at * cuda::kWarpThreads;  // 32 behind the last of all
+    return own_before +
+           static_cast<uint32_t>(__popc(within < 32 ? own_word & ((1u << within) - 1) : own_word));
+  }
+  /// By any thread.
+  __device__ bool has(uint32_t entry) const {
+    return bits != nullptr ? (bits[entry / 32] >> entry % 32 & 1) != 0 : entry < need;
+  }
+};
+
+/// Writes the selected ones of a thread's marked entries, of which bit 0 has position `first`.
+__device__ inline void write_marked(const TopkRows& rows, int64_t t, const Marks& marks,
+                                    const Places& places, const Selection& selection,
+                                    uint32_t first) {
+  int32_t* out = rows.out(t) + places.better + selection.before(places.in_range);
+  uint32_t entry = places.in_range;
+#pragma unroll 1
+  for (uint32_t left = marks.better | marks.in_range; left != 0; left &= left - 1) {
+    const auto bit = static_cast<uint32_t>(__ffs(static_cast<int>(left))) - 1;
+    if ((marks.in_range >> bit & 1) != 0 && !selection.has(entry++)) continue;
+    *out++ = rows.index(t, static_cast<int32_t>(first + bit));
   }
 }
 
@@ -401,13 +493,18 @@ __device__ inline void prefetch_columns(const TopkRows& rows, int64_t t, uint32_
   }
 }
 
-template <int kBlocks>
-__device__ void select_row(const TopkRows& rows, uint32_t topk, uint32_t capacity,
-                           SharedMemory& shared) {
+template <int kBlocks, int kThreads>
+__device__ void select_row(const TopkRows& rows, uint32_t topk, SharedMemory& shared) {
   const int64_t t = blockIdx.x / kBlocks;
   const uint32_t rank = kBlocks > 1 ? cuda::cluster_rank() : 0;
   if (threadIdx.x == 0) {
     cuda::mbarrier_init(shared.full, 1);
+    if constexpr (kBlocks > 1) {
+      for (cuda::Inbox* inbox :
+           {&shared.shares_came, &shared.totals_came, &shared.counts_came, &shared.range_came}) {
+        cuda::init_inbox(*inbox);
+      }
+    }
     cuda::show_barriers_to_copies();
     prefetch_columns(rows, t, rank, kBlocks);
   }
@@ -419,30 +516,26 @@ __device__ void select_row(const TopkRows& rows, uint32_t topk, uint32_t capacit
     }
     return;
   }
-  if constexpr (kBlocks > 1) cuda::cluster_arrive();
+  if constexpr (kBlocks > 1) cuda::cluster_arrive_relaxed();
   const Row row(rows.logits(t, window), window.len);
-  const Part part(row.num_groups(), rank, kBlocks);
+  const Part part(row.num_groups(), rank, kBlocks, kThreads);
   if (threadIdx.x == 0) {
     copy_part(row, part, shared);
-    shared.largest_key = shared.cut.listed = 0;
+    shared.cut.listed = 0;
   }
-  for (int i = threadIdx.x; i < kBins; i += kThreads) shared.bins[i] = 0;
+  zero_bins<kThreads>(shared.bins);
+  zero_range_bins(shared.range_bins);
   __syncthreads();
-  uint32_t threshold = 0;
-  Cut narrow{0, 32, 0, 0};
-  if (row.len > capacity) {
-    threshold = sampled_threshold<kThreads>(row, SampleShape(row.len, topk), capacity, shared.bins,
-                                            shared.sample(), shared.cut, narrow);
-  }
   cuda::mbarrier_wait(shared.full, 0);
   if constexpr (kBlocks > 1) cuda::cluster_wait();  // all blocks have started
-  if ((row.len <= capacity || threshold != 0) &&
-      select_sampled<kBlocks>(rows, t, row, part, topk, capacity, threshold, rank, shared)) {
-    return;
-  }
-  const bool plateau = threshold == 0 && narrow.bits == 0;
-  select_from_all<kBlocks>(rows, t, row, part, topk, plateau ? narrow : Cut{0, 32, topk, row.len},
-                           rank, shared);
+  const Range range = find_range<kBlocks, kThreads>(row, part, topk, rank, shared);
+  const Marks marks = mark_entries(row, part, range, shared);
+  const bool listing = range.low < range.high && range.need < range.entries;
+  const Places places =
+      exchange_range<kBlocks, kThreads>(part, range, marks, listing, rank, shared);
+  if (listing) select_listed<kThreads>(range, shared);
+  write_marked(rows, t, marks, places, Selection(listing ? shared.selected : nullptr, range.need),
+               4 * (part.first + threadIdx.x * part.of_thread) - row.before);
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -453,12 +546,12 @@ __device__ void select_row(const TopkRows& rows, uint32_t topk, uint32_t capacit
 #define FOVEA_TOPK_SM90_ONLY(...)
 #endif
 
-template <int kBlocks>
+template <int kBlocks, int kThreads>
 __global__ void FOVEA_TOPK_CLUSTER_OF(kBlocks) __launch_bounds__(kThreads, 1)
-    select_rows(const __grid_constant__ TopkRows rows, uint32_t topk, uint32_t capacity) {
+    select_rows(const __grid_constant__ TopkRows rows, uint32_t topk) {
   extern __shared__ __align__(16) uint8_t memory[];
   FOVEA_TOPK_SM90_ONLY(
-      select_row<kBlocks>(rows, topk, capacity, *reinterpret_cast<SharedMemory*>(memory)));
+      select_row<kBlocks, kThreads>(rows, topk, *reinterpret_cast<SharedMemory*>(memory)));
 }
 
 #undef FOVEA_TOPK_CLUSTER_OF

@@ -7,35 +7,28 @@
 namespace fovea::internal::cuda {
 
 inline uint32_t cluster_rank() { return test::gpu::cluster_rank(); }
-inline void cluster_arrive() { test::gpu::arrive_cluster(); }
 inline void cluster_wait() { test::gpu::wait_cluster(); }
 inline void cluster_arrive_relaxed() { test::gpu::arrive_cluster(); }
 
 struct Inbox {
-  uint64_t bytes_left;
+  Mbarrier barrier;
 };
+inline void init_inbox(Inbox& inbox) { mbarrier_init(inbox.barrier, 1); }
+inline void expect(Inbox& inbox, int bytes) { mbarrier_arrive_expecting(inbox.barrier, bytes); }
 inline void open_inbox(Inbox& inbox, int bytes) {
-  test::gpu::need_alignment(&inbox, 8);
-  inbox.bytes_left = static_cast<uint64_t>(bytes);
+  init_inbox(inbox);
+  expect(inbox, bytes);
 }
 template <class T>
 void send(const T& value, T* own, const Inbox& inbox, uint32_t rank) {
   test::gpu::need_alignment(own, sizeof(T));
   std::memcpy(test::gpu::of_cluster(own, rank), &value, sizeof(T));
-  static_cast<Inbox*>(test::gpu::of_cluster(&inbox, rank))->bytes_left -= sizeof(T);
+  Mbarrier& barrier = static_cast<Inbox*>(test::gpu::of_cluster(&inbox, rank))->barrier;
+  barrier.bytes_ahead += sizeof(T);
+  end_phase(barrier);
 }
-inline void wait_for_inbox(const Inbox& inbox) {
-  test::gpu::wait_until([&] { return inbox.bytes_left == 0; });
-}
-template <class T>
-T load_from_cluster(const T* own, uint32_t rank) {
-  test::gpu::need_alignment(own, sizeof(T));
-  T value;
-  std::memcpy(&value, test::gpu::of_cluster(own, rank), sizeof(T));
-  return value;
-}
-inline void store_to_cluster(uint32_t* own, uint32_t rank, uint32_t value) {
-  std::memcpy(const_cast<void*>(test::gpu::of_cluster(own, rank)), &value, sizeof(value));
+inline void wait_for_inbox(const Inbox& inbox, int phase = 0) {
+  mbarrier_wait(const_cast<Inbox&>(inbox).barrier, phase);
 }
 inline void show_barriers_to_cluster() {}
 inline Mbarrier& barrier_of(const Mbarrier& own, uint32_t rank) {
