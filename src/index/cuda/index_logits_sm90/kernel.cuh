@@ -4,8 +4,10 @@
 
 #include "src/core/cuda/arithmetic.cuh"
 #include "src/core/cuda/async_copy.cuh"
+#include "src/core/cuda/bulk_copy.cuh"
 #include "src/core/cuda/mbarrier.cuh"
 #include "src/core/cuda/scan.cuh"
+#include "src/core/cuda/tensor_copy.cuh"
 #include "src/core/cuda/vector_io.cuh"
 #include "src/core/cuda/wgmma.cuh"
 #include "src/index/cuda/index_logits_rows.cuh"
@@ -26,8 +28,10 @@
 // Between turns nothing is under way: the compiler keeps no products across the end of a loop.
 // Others of the multiprocessor multiply then. With one row memory decides, a turn is one part.
 //
-// A warp brings 16 of the 64 keys of a tile. Two warpgroups with rows of their own share the keys:
-// a warp brings 8, and neither may be more than a turn ahead of the other.
+// Of one row a warp brings 16 of the 64 keys of a tile. Of 2 to 4 rows of pages, each tile of a
+// turn is brought by one warp, a lane of which starts bulk copies. Two warpgroups with rows of
+// their own share the keys: a warp brings 8, and neither may be more than a turn ahead of the
+// other.
 //
 // Work is counted in tiles: 64 keys of a run, which are neighbouring rows of a group that read the
 // same keys. Every block counts all tiles and takes an even share of them, wherever it begins.
@@ -45,7 +49,8 @@ struct Params : index_rows::Inputs {
   int32_t group_rows = 1;  // rows of a block
   int64_t num_groups = 0;
   int64_t num_blocks = 0;
-  double share = 0;  // of a block: 1 / num_blocks
+  double share = 0;                 // of a block: 1 / num_blocks
+  cuda::PanelMap codes_of_pages{};  // pages that PageReader reads
 };
 
 // What is left to do for a warpgroup: tiles of the run that begins with row `first` of group
@@ -68,8 +73,8 @@ struct SharedMemory {
   int64_t sums[cuda::kWarpThreads + 1];
   // Here and not in the registers of threads that have none to spare.
   Share shares[Shape::kGroups];
-  // Two warpgroups: the keys of a turn, for every fourth.
-  cuda::Mbarrier is_there[Shape::kStages / Shape::kTiles];
+  // Two warpgroups: the keys of a turn, for every fourth. Pages by bulk copies: those of a stage.
+  cuda::Mbarrier is_there[Shape::kStages];
 };
 
 // Neighbouring rows of a group whose windows meet, and empty ones between them.
@@ -301,6 +306,106 @@ struct KeyReader<kPaged, true, kWarpKeys> {
   }
 };
 
+// Brings tiles of keys from pages of at least 16 at multiples of 16 bytes, each by one warp: a
+// piece of a tile that is a page or lies in one is two copies that one lane starts. Every warp that
+// calls it has one tile of a turn of kTiles.
+template <int kTiles>
+struct PageReader {
+  static constexpr int kStep = kTiles * kKeys;
+  const Params& params;
+  uint32_t position;  // of the warp's tile that is fetched next
+  uint32_t end;
+  int32_t request;
+  int piece_shift;     // log2 of the keys of a piece
+  int piece;           // of those whose pages the lanes have, the first that is fetched next
+  int32_t page;        // of the lane's piece, -1: none
+  uint32_t next_page;  // what the page table has for the lane's piece 32 later
+
+  __device__ PageReader(const Params& all, const Run& run, uint32_t first_key, uint32_t end_key)
+      : params(all),
+        position(first_key + threadIdx.x / 32 * kKeys),
+        end(end_key),
+        request(run.keys.request),
+        piece_shift(all.page_shift < 6 ? all.page_shift : 6),
+        piece(0),
+        page(-1) {
+    static_assert(kKeys == 1 << 6);
+    find_pages(position);
+  }
+
+  __device__ uint32_t of_lane(uint32_t first) const {
+    const uint32_t lane = threadIdx.x % 32;
+    const int in_tile = 6 - piece_shift;  // log2 of the pieces of a tile
+    return first + (lane >> in_tile) * kStep + ((lane & ((1U << in_tile) - 1)) << piece_shift);
+  }
+  __device__ bool has_page(uint32_t at) const {
+    return at < end && at >> params.page_shift < params.page_table.shape[1];
+  }
+  // Starts to read the pages of the warp's 32 pieces from that at `first` on, one a lane.
+  __device__ void find_pages(uint32_t first) {
+    const uint32_t at = of_lane(first);
+    cuda::load_ahead(next_page, has_page(at)
+                                    ? params.page_table.row(request) + (at >> params.page_shift)
+                                    : params.row_to_request);
+  }
+  __device__ void take_pages() {
+    const auto id = static_cast<int32_t>(next_page);
+    page = has_page(of_lane(position)) && params.pages.holds(id) ? id : -1;
+    find_pages(position + kTiles * (32U << piece_shift));
+  }
+
+  // By one lane. Keys of the page past the last one are read as well.
+  __device__ void copy(const Stage& stage, int32_t from, uint32_t at, cuda::Mbarrier& there) const {
+    const auto row = static_cast<int>(at & ((1U << params.page_shift) - 1));
+    const auto first = static_cast<int>(at - position);
+    cuda::copy_panel(stage.codes + first * kDim, params.codes_of_pages, row, from, there);
+    cuda::copy_bulk(stage.scales + first,
+                    params.pages.data + from * params.pages.page_stride_bytes +
+                        (kDim << params.page_shift) + row * static_cast<int>(sizeof(float)),
+                    static_cast<int>(sizeof(float)) << piece_shift, there,
+                    cuda::cache_policy_once());
+  }
+  // Starts to bring the tile, which `there` counts, and goes to the warp's next.
+  __device__ void fetch(const Stage& stage, cuda::Mbarrier& there) {
+    constexpr unsigned kAll = 0xFFFFFFFF;
+    const bool is_first = threadIdx.x % 32 == 0;
+    auto* const is_held = reinterpret_cast<uint32_t*>(stage.is_held);
+    if (piece == 0) take_pages();
+    if (piece_shift == 6) {
+      const int32_t from = __shfl_sync(kAll, page, piece);
+      if (is_first) {
+        *is_held = from >= 0 ? 0x01010101 : 0;
+        cuda::mbarrier_arrive_expecting(
+            there, from >= 0 ? kTileBytes + kKeys * static_cast<int>(sizeof(float)) : 0);
+        if (from >= 0) copy(stage, from, position, there);
+      }
+      piece = (piece + 1) % 32;
+    } else {
+      // Two or four pieces: 32 or 16 keys each.
+      const int pieces = kKeys >> piece_shift;
+      const uint32_t of_piece = piece_shift == 5 ? 0x0101 : 0x01;
+      uint32_t held = 0;
+#pragma unroll 1
+      for (int i = 0; i < pieces; ++i) {
+        if (__shfl_sync(kAll, page, piece + i) >= 0) held |= of_piece << (i << piece_shift) / 2;
+      }
+      if (is_first) {
+        *is_held = held;
+        cuda::mbarrier_arrive_expecting(
+            there, __popc(held) * 16 * (kDim + static_cast<int>(sizeof(float))));
+      }
+#pragma unroll 1
+      for (int i = 0; i < pieces; ++i) {
+        const int32_t from = __shfl_sync(kAll, page, piece + i);
+        if (is_first && from >= 0)
+          copy(stage, from, position + (static_cast<uint32_t>(i) << piece_shift), there);
+      }
+      piece = (piece + pieces) % 32;
+    }
+    position += kStep;
+  }
+};
+
 // Any addresses and pages, and keys of fewer channels.
 template <bool kPaged, int kWarpKeys>
 struct KeyReader<kPaged, false, kWarpKeys> {
@@ -502,7 +607,132 @@ __device__ __forceinline__ Target find_target(const OwnRows<kPaged, Shape>& own,
           static_cast<uint32_t>(writes ? window.end - window.begin : 0)};
 }
 
-// Tiles [first_tile, first_tile + num_tiles) of a run.
+// What a warpgroup knows of tiles [first_tile, first_tile + num_tiles) of a run.
+struct Part {
+  int tiles;
+  uint32_t first_key;
+  uint32_t end;  // the last keys are those of the share
+
+  __device__ Part(const Run& run, int64_t first_tile, int64_t num_tiles)
+      : tiles(static_cast<int>(num_tiles)),
+        first_key(static_cast<uint32_t>(run.keys.begin + first_tile * kKeys)) {
+    const int64_t end_key = run.keys.begin + (first_tile + num_tiles) * kKeys;
+    end = static_cast<uint32_t>(end_key < run.keys.end ? end_key : run.keys.end);
+  }
+};
+
+// Of a warpgroup: where its threads write logits of every series.
+template <class Shape>
+struct Targets {
+  Target of[Shape::kSeries];
+  int key;  // of a tile
+
+  template <bool kPaged>
+  __device__ Targets(const OwnRows<kPaged, Shape>& own, uint32_t end)
+      : key(key_of_thread() + 8 * (lane_of_four() / 2)) {
+#pragma unroll
+    for (int i = 0; i < Shape::kSeries; ++i) {
+      of[i] = find_target<kPaged, Shape>(own, i, end);
+      cuda::hold(of[i].logits);
+      cuda::hold(of[i].begin);
+      cuda::hold(of[i].count);
+    }
+    cuda::hold(key);
+  }
+};
+
+// A turn of several tiles that are there. `fetch` starts to bring tiles to the places of the last
+// turn. No wait for memory stands between the products: the compiler puts them in series around it.
+template <class Shape, class StageOf, class IsHeld, class Fetch>
+__device__ __forceinline__ void score_turn(const StageOf& stage_of, const IsHeld& is_held,
+                                           const Fetch& fetch, PanelMatrix queries,
+                                           const WeightsInRegisters<Shape::kRows>& weights,
+                                           uint32_t first_key, const Targets<Shape>& targets,
+                                           WgmmaSums<64 * Shape::kSeriesRows> (&sums)[2]) {
+  // Part p of a turn: tile p / kSeries, series p % kSeries of its rows.
+  constexpr int kParts = Shape::kTiles * Shape::kSeries;
+  const auto start = [&](int part) {
+    multiply(cuda::panel_matrix(stage_of(part / Shape::kSeries).codes, kTileBytes),
+             queries.advanced(part % Shape::kSeries * Shape::kSeriesRows * kQueryBytes),
+             sums[part % 2]);
+  };
+  start(0);
+  start(1);
+  fetch();
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    const int tile = part / Shape::kSeries, series = part % Shape::kSeries;
+    const float scale = stage_of(tile).scales[targets.key];
+    const bool is_key = is_held(tile);
+    if (part < kParts - 1) {
+      cuda::wgmma_wait<1>();
+    } else {
+      cuda::wgmma_wait<0>();
+    }
+    cuda::wgmma_pin(sums[part % 2]);
+    finish<Shape::kSeriesRows>(sums[part % 2], weights.of(series * Shape::kSeriesRows), scale,
+                               is_key, first_key + tile * kKeys + targets.key, targets.of[series]);
+    // These products need the registers: what was weighed cannot wait for the end of the turn.
+    if (part < kParts - 2) start(part + 2);
+  }
+}
+
+// Pages by bulk copies. `fetched`: tiles so far.
+template <class Shape>
+__device__ __forceinline__ void score_pages(const Params& params, const Run& run, int64_t group,
+                                            int64_t first_tile, int64_t num_tiles,
+                                            SharedMemory<Shape>& shared, uint32_t& fetched) {
+  const OwnRows<true, Shape> own{params, run, group * params.group_rows, 0};
+  if (!own.any()) return;
+  const Part part(run, first_tile, num_tiles);
+  PageReader<Shape::kTiles> reader(params, run, part.first_key, part.end);
+  load_queries<true, true, Shape>(own, shared.queries[0]);
+  load_weights<true, Shape>(own, shared.weights);
+  const auto warp = static_cast<int>(threadIdx.x / 32);
+  const bool brings = warp < Shape::kTiles;
+  const int tiles = (part.tiles + Shape::kTiles - 1) / Shape::kTiles * Shape::kTiles;
+  auto stage = static_cast<int>(fetched % Shape::kStages);  // of the turn's first tile
+  uint32_t phase = fetched / Shape::kStages;
+  fetched += static_cast<uint32_t>(tiles);
+  const auto stage_at = [&](int i) {
+    return Stage{shared.tiles[i], shared.scales[i], shared.is_held[i]};
+  };
+  const auto fetch = [&](int i) { reader.fetch(stage_at(i), shared.is_there[i]); };
+  if (brings) {
+#pragma unroll 1
+    for (int i = warp; i < Shape::kAhead && i < tiles; i += Shape::kTiles)
+      fetch((stage + i) % Shape::kStages);
+  }
+  const Targets<Shape> targets(own, part.end);
+  const WeightsInMemory weights{&shared.weights[0][0][lane_of_four()]};
+  const PanelMatrix matrix = cuda::panel_matrix(shared.queries[0], Shape::kRows * kQueryBytes);
+  cuda::wait_for_copies();  // queries and weights
+  cuda::shared_stores_before_wgmma();
+  sync_warpgroup(0);
+  const WeightsInRegisters<Shape::kRows> all_weights(weights);
+  WgmmaSums<64 * Shape::kSeriesRows> sums[2] = {};
+#pragma unroll 1
+  for (int i = 0; i < tiles; i += Shape::kTiles) {
+    if (i > 0) sync_warpgroup(0);  // all warps are done with the last turn
+#pragma unroll
+    for (int tile = 0; tile < Shape::kTiles; ++tile)
+      cuda::mbarrier_wait(shared.is_there[stage + tile], phase);
+    score_turn<Shape>([&](int tile) { return stage_at(stage + tile); },
+                      [&](int tile) { return shared.is_held[stage + tile][warp] != 0; },
+                      [&] {
+                        if (brings && i + Shape::kAhead < tiles)
+                          fetch((stage == 0 ? Shape::kStages : stage) - Shape::kTiles + warp);
+                      },
+                      matrix, all_weights, part.first_key + i * kKeys, targets, sums);
+    stage += Shape::kTiles;
+    if (stage == Shape::kStages) {
+      stage = 0;
+      ++phase;
+    }
+  }
+}
+
+// Keys that every warp brings a part of: `turn` counts those that two warpgroups take together.
 template <int kWarpgroup, bool kPaged, bool kWide, class Shape>
 __device__ __forceinline__ void score_run(const Params& params, const Run& run, int64_t group,
                                           int64_t first_tile, int64_t num_tiles,
@@ -515,13 +745,9 @@ __device__ __forceinline__ void score_run(const Params& params, const Run& run, 
     // Both bring keys, whoever has rows. The places of the last ones are free.
     cuda::sync_roles(3, 2 * kGroupThreads);
   }
-  // The last keys are those of the share.
-  const int64_t end_key = run.keys.begin + (first_tile + num_tiles) * kKeys;
-  const auto tiles = static_cast<int>(num_tiles);
-  const auto first_key = static_cast<uint32_t>(run.keys.begin + first_tile * kKeys);
-  KeyReader<kPaged, kWide, kKeys / (4 * Shape::kGroups)> reader(
-      params, run, first_key,
-      static_cast<uint32_t>(end_key < run.keys.end ? end_key : run.keys.end));
+  const Part part(run, first_tile, num_tiles);
+  KeyReader<kPaged, kWide, kKeys / (4 * Shape::kGroups)> reader(params, run, part.first_key,
+                                                                part.end);
   uint8_t* const queries = shared.queries[kWarpgroup * kRows];
   load_queries<kPaged, kWide, Shape>(own, queries);
   load_weights<kPaged, Shape>(own, &shared.weights[kWarpgroup * kRows]);
@@ -537,115 +763,71 @@ __device__ __forceinline__ void score_run(const Params& params, const Run& run, 
   // Queries and weights are of the first group of copies.
 #pragma unroll 1
   for (int i = 0; i < Shape::kAhead; ++i) fetch(i, true);
-  Target targets[Shape::kSeries];
-#pragma unroll
-  for (int i = 0; i < Shape::kSeries; ++i) {
-    targets[i] = find_target<kPaged, Shape>(own, i, reader.end);
-    cuda::hold(targets[i].logits);
-    cuda::hold(targets[i].begin);
-    cuda::hold(targets[i].count);
-  }
-  int scored_key = key_of_thread() + 8 * (lane_of_four() / 2);
-  cuda::hold(scored_key);
+  const Targets<Shape> targets(own, part.end);
   const WeightsInMemory weights{&shared.weights[kWarpgroup * kRows][0][lane_of_four()]};
 
-  // Of one warpgroup: the keys of the next turn are there, and all warps are done with those of the
-  // last.
-  const auto wait_for_turn = [&] {
-    cuda::wait_copies<Shape::kStages - 2 * Shape::kTiles>();
-    cuda::shared_stores_before_wgmma();
-    sync_warpgroup(kWarpgroup);
-  };
-  // Of two: says that the warp's keys of turn `of` are there, and waits for those of all warps. Who
-  // has said so for a turn is done with the products two turns before it.
-  constexpr int kTurns = Shape::kStages / Shape::kTiles;
-  const auto arrive = [&](int of) {
-    cuda::shared_stores_before_wgmma();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) cuda::mbarrier_arrive(shared.is_there[(turn + of) % kTurns]);
-  };
-  const auto wait_for_both = [&](int of) {
-    cuda::mbarrier_wait(shared.is_there[(turn + of) % kTurns], (turn + of) / kTurns);
-  };
-
-  if constexpr (Shape::kTiles == 1) {
-    WgmmaSums<64 * kRows> sums = {};
+  if constexpr (Shape::kGroups == 1) {
+    static_assert(Shape::kTiles == 1);
+    WgmmaSums<64> sums = {};
 #pragma unroll 1
-    for (int i = 0; i < tiles; ++i) {
+    for (int i = 0; i < part.tiles; ++i) {
       const Stage stage = stage_of(i);
-      wait_for_turn();
+      // The keys of the tile are there, and all warps are done with those of the last.
+      cuda::wait_copies<Shape::kStages - 2>();
+      cuda::shared_stores_before_wgmma();
+      sync_warpgroup(kWarpgroup);
       multiply(cuda::panel_matrix(stage.codes, kTileBytes), matrix, sums);
       fetch(i + Shape::kAhead, true);
-      const float scale = stage.scales[scored_key];
-      const bool is_held = reader.is_held(stage, scored_key, Shape::kAhead);
+      const float scale = stage.scales[targets.key];
+      const bool is_held = reader.is_held(stage, targets.key, Shape::kAhead);
       cuda::wgmma_wait<0>();
       cuda::wgmma_pin(sums);
-      finish<kRows>(sums, weights, scale, is_held, first_key + i * kKeys + scored_key, targets[0]);
+      finish<1>(sums, weights, scale, is_held, part.first_key + i * kKeys + targets.key,
+                targets.of[0]);
     }
   } else {
-    if constexpr (Shape::kGroups == 2) {
-      static_assert(kTurns == 4 && Shape::kAhead == 2 * Shape::kTiles);
-      cuda::wait_copies<Shape::kTiles>();
-      arrive(0);
-      wait_for_both(0);
-    } else {
-      wait_for_turn();
-    }
+    // Says that the warp's keys of turn `of` are there, and waits for those of all warps. Who has
+    // said so for a turn is done with the products two turns before it.
+    constexpr int kTurns = Shape::kStages / Shape::kTiles;
+    static_assert(kTurns == 4 && Shape::kAhead == 2 * Shape::kTiles);
+    const auto arrive = [&](int of) {
+      cuda::shared_stores_before_wgmma();
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) cuda::mbarrier_arrive(shared.is_there[(turn + of) % kTurns]);
+    };
+    const auto wait_for_both = [&](int of) {
+      cuda::mbarrier_wait(shared.is_there[(turn + of) % kTurns], (turn + of) / kTurns);
+    };
+    cuda::wait_copies<Shape::kTiles>();
+    arrive(0);
+    wait_for_both(0);
     const WeightsInRegisters<kRows> all_weights(weights);
-    // Part p of a turn: tile p / kSeries, series p % kSeries of its rows.
-    constexpr int kParts = Shape::kTiles * Shape::kSeries;
     WgmmaSums<64 * Shape::kSeriesRows> sums[2] = {};
 #pragma unroll 1
-    for (int i = 0; i < tiles; i += Shape::kTiles) {
-      if constexpr (Shape::kGroups == 2) {
-        cuda::wait_copies<0>();
-        arrive(i / Shape::kTiles + 1);
-        wait_for_both(i / Shape::kTiles);
-      } else {
-        if (i > 0) wait_for_turn();
-      }
-      const auto start = [&](int part) {
-        multiply(cuda::panel_matrix(stage_of(i + part / Shape::kSeries).codes, kTileBytes),
-                 matrix.advanced(part % Shape::kSeries * Shape::kSeriesRows * kQueryBytes),
-                 sums[part % 2]);
+    for (int i = 0; i < part.tiles; i += Shape::kTiles) {
+      cuda::wait_copies<0>();
+      arrive(i / Shape::kTiles + 1);
+      wait_for_both(i / Shape::kTiles);
+      const auto fetch_turn = [&] {
+#pragma unroll
+        for (int tile = 0; tile < Shape::kTiles; ++tile) fetch(i + Shape::kAhead + tile, tile == 0);
       };
-      start(0);
-      start(1);
-#pragma unroll
-      for (int tile = 0; tile < Shape::kTiles; ++tile) fetch(i + Shape::kAhead + tile, tile == 0);
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        const int tile = part / Shape::kSeries, series = part % Shape::kSeries;
-        const Stage stage = stage_of(i + tile);
-        const float scale = stage.scales[scored_key];
-        const bool is_held =
-            reader.is_held(stage, scored_key, Shape::kAhead + Shape::kTiles - 1 - tile);
-        if (part < kParts - 1) {
-          cuda::wgmma_wait<1>();
-        } else {
-          cuda::wgmma_wait<0>();
-        }
-        cuda::wgmma_pin(sums[part % 2]);
-        finish<Shape::kSeriesRows>(sums[part % 2], all_weights.of(series * Shape::kSeriesRows),
-                                   scale, is_held, first_key + (i + tile) * kKeys + scored_key,
-                                   targets[series]);
-        // These products need the registers: what was weighed cannot wait for the end of the turn.
-        if (part < kParts - 2) start(part + 2);
-      }
+      score_turn<Shape>(
+          [&](int tile) { return stage_of(i + tile); },
+          [&](int tile) { return reader.is_held(stage_of(i + tile), targets.key, 0); }, fetch_turn,
+          matrix, all_weights, part.first_key + i * kKeys, targets, sums);
     }
     // One turn more was said to be there than products were made of.
-    if constexpr (Shape::kGroups == 2) {
-      const int turns = (tiles + Shape::kTiles - 1) / Shape::kTiles;
-      wait_for_both(turns);
-      turn += turns + 1;
-    }
+    const int turns = (part.tiles + Shape::kTiles - 1) / Shape::kTiles;
+    wait_for_both(turns);
+    turn += turns + 1;
   }
   cuda::wait_for_copies();  // of tiles past the last one: nothing was read
 }
 
 template <int kWarpgroup, bool kPaged, bool kWide, class Shape>
 __device__ __forceinline__ void score_share(const Params& params, SharedMemory<Shape>& shared) {
-  uint32_t turn = 0;  // of those that two warpgroups take together
+  uint32_t count = 0;  // of tiles or turns so far
   while (true) {
     const Share share = shared.shares[kWarpgroup];
     if (share.num_tiles == 0) return;
@@ -658,9 +840,14 @@ __device__ __forceinline__ void score_share(const Params& params, SharedMemory<S
       shared.shares[kWarpgroup] = {share.group + (last ? 1 : 0), tiles < 0 ? -tiles : 0,
                                    share.num_tiles - taken, last ? 0 : run.next};
     }
-    if (taken > 0)
-      score_run<kWarpgroup, kPaged, kWide, Shape>(params, run, share.group, share.tile, taken,
-                                                  shared, turn);
+    if (taken > 0) {
+      if constexpr (Shape::kBulkPages) {
+        score_pages<Shape>(params, run, share.group, share.tile, taken, shared, count);
+      } else {
+        score_run<kWarpgroup, kPaged, kWide, Shape>(params, run, share.group, share.tile, taken,
+                                                    shared, count);
+      }
+    }
     sync_warpgroup(kWarpgroup);
   }
 }
@@ -678,9 +865,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
   FOVEA_SM90_BODY({
     extern __shared__ __align__(1024) uint8_t memory[];
     auto& shared = *reinterpret_cast<SharedMemory<Shape>*>(memory);
-    if (Shape::kGroups == 2 && threadIdx.x == 0) {
+    if (threadIdx.x == 0) {
+      // Two warpgroups: a warp brings a part of every tile.
       for (cuda::Mbarrier& barrier : shared.is_there)
-        cuda::mbarrier_init(barrier, Shape::kThreads / 32);
+        cuda::mbarrier_init(barrier, Shape::kGroups == 2 ? Shape::kThreads / 32 : 1);
+      if constexpr (Shape::kBulkPages) {
+        cuda::show_barriers_to_copies();
+        cuda::prefetch_map(params.codes_of_pages);
+      }
     }
     find_share<kPaged, Shape>(params, shared);
     // A shuffle tells the compiler that a warp stays together.

@@ -30,7 +30,7 @@ void launch_score(Params params, int64_t group_rows, int64_t width, const Device
 void index_logits_cuda_sm90(const IndexLogitsProblem& problem, const Device& device,
                             const IndexLogitsTensors& tensors, Workspace, Stream stream) {
   const cuda::DeviceScope scope(device.ordinal);
-  const Params params(problem, tensors);
+  Params params(problem, tensors);
   const bool paged = problem.layout == IndexLayout::kPaged;
   int64_t width = params.logits.shape[1];
   if (!paged) width = std::min(width, params.k_fp8.shape[0]);
@@ -38,7 +38,8 @@ void index_logits_cuda_sm90(const IndexLogitsProblem& problem, const Device& dev
   if (rows == 0 || width == 0) return;
   // The number of rows of a block, and with it the kernel, changes no bit.
   const bool wide = problem.head_dim == kDim && index_rows::address_unit(problem, params) == 16 &&
-                    (paged ? params.page_shift >= 4 && params.pages.page_stride_bytes <= UINT32_MAX
+                    (paged ? params.page_shift >= 4 && params.pages.num_pages > 0 &&
+                                 params.pages.page_stride_bytes <= UINT32_MAX
                            : params.k_fp8.stride[0] == kDim);
   if (!paged) {
     if (wide) return launch_score<false, true, Config<4, 2>>(params, 8, width, device, stream);
@@ -47,6 +48,12 @@ void index_logits_cuda_sm90(const IndexLogitsProblem& problem, const Device& dev
   if (!wide) return launch_score<true, false, Config<1, 1>>(params, 1, width, device, stream);
   const int64_t each = std::min<int64_t>(index_rows::rows_per_request(params), 8);
   if (each == 1) return launch_score<true, true, Config<1, 1>>(params, 1, width, device, stream);
+  if (each <= 4) {
+    const IndexPages<const uint8_t>& pages = params.pages;
+    params.codes_of_pages = cuda::make_panel_map(
+        "index_logits", pages.data, pages.page_size, pages.num_pages, pages.page_stride_bytes,
+        static_cast<int>(std::min<int64_t>(pages.page_size, kKeys)));
+  }
   if (each == 2) return launch_score<true, true, Config<2, 1>>(params, 2, width, device, stream);
   if (each <= 4) return launch_score<true, true, Config<4, 1>>(params, each, width, device, stream);
   return launch_score<true, true, Config<4, 2>>(params, each, width, device, stream);
