@@ -418,8 +418,10 @@ void add_verify_mla(std::vector<VerifyOperator>& list) {
                   make_dense_cases,
                   {{"out", kBf16ProductTolerance}, {"lse", kFp32Tolerance}},
                   nullptr});
-  list.push_back(
-      {"mha_varlen", make_mha_cases, {{"out", kBf16Tolerance}, {"lse", kFp32Tolerance}}, nullptr});
+  list.push_back({"mha_varlen",
+                  make_mha_cases,
+                  {{"out", kBf16ProductTolerance}, {"lse", kFp32Tolerance}},
+                  nullptr});
   list.push_back(
       {"merge_lse", make_merge_cases, {{"out", kBf16Tolerance}, {"lse", kFp32Tolerance}}, nullptr});
   list.push_back({"concat_absorbed_q", make_concat_cases, {}, nullptr});

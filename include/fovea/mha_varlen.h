@@ -47,9 +47,11 @@ struct MhaVarlenTensors {
 /// The offsets are device contents and never trusted: each is cut to [0, T] (or [0, S]) and raised
 /// to its predecessor, so that requests never overlap.
 ///
-/// Scores, softmax and sums are computed in fp32 or better, the result is rounded to bf16 once. The
-/// bits of a row depend on its q and its request's keys alone: not on the thread count, nor on
-/// other requests, nor on how many rows of its request are computed with it.
+/// Scores, softmax and sums are computed in fp32 or better, the result is rounded to bf16 once; on
+/// a GPU each weight is rounded to bf16 for its product with a value, and for nothing else, so that
+/// an element of out is off by up to 2^-8 sum_j exp(s_j - lse[i,h]) |v_j| more. The bits of a row
+/// depend on its q and its request's keys alone: not on the thread count, nor on other requests,
+/// nor on how many rows of its request are computed with it.
 ///
 /// plan() throws Error(kInvalidArgument) for a bound or scale out of range. run() throws it, before
 /// it writes, for tensors whose shapes or types contradict the plan; it does not allocate.

@@ -20,11 +20,10 @@ inline constexpr int kValueDim = static_cast<int>(kLatentDim);
 // Rows of the ring past those of one tile: with them the next tile has its place but for 16 keys.
 inline constexpr int kAheadKeys = 48;
 inline constexpr int kRingKeys = kKeys + kAheadKeys;
-// The 64 logits of a head, fp32, and later its weights: 64 rounded ones at the start, what they
-// lack 144 bytes further. Rows are an odd number of 16-byte units apart, for ldmatrix.
-inline constexpr int kScoreBytes = 304;
+// The 64 logits of a head, fp32, and later its weights, bf16. Rows are an odd number of 16-byte
+// units apart, for ldmatrix.
+inline constexpr int kScoreBytes = 272;
 inline constexpr int kWeightStride = kScoreBytes / 2;
-inline constexpr int kRestOffset = 72;
 inline constexpr int kStagedRowBytes = static_cast<int>(kV32RowBytes);  // the longest packed row
 inline constexpr int64_t kStagingBytes = kKeys * kStagedRowBytes;
 

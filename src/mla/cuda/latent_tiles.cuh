@@ -22,12 +22,11 @@
 //           packed rows of the next tile travel to a staging area in the same place
 //   keys    bf16 [64, Dqk] in shared memory, zeros where a key is absent
 //   logits  Q [kHeads, Dqk] x K^T on tensor cores; the warps of a team share out the keys
-//   softmax running maximum and sum of each head, 256 / kHeads threads a head; a weight as the sum
-//           of two bf16, because one alone would cost the output its last bit where few keys carry
-//           the weight
+//   softmax running maximum and sum of each head, 256 / kHeads threads a head; weights are rounded
+//           to bf16, their sum is not
 //   values  P [kHeads, 64] x K[:, 0:512]; the warps of a team share out the channels, in registers
 //
-// Shared memory decides how many heads a block takes: 167 KiB for 64, 121 for 32, 98 for 16, and 55
+// Shared memory decides how many heads a block takes: 165 KiB for 64, 120 for 32, 97 for 16, and 55
 // for the ring or 41 for the staging area where they fit. With one part a block writes the result,
 // otherwise a second launch folds the parts in their order.
 namespace fovea::internal::latent {
@@ -106,12 +105,6 @@ static __device__ __noinline__ float capped(float logit, float cap) {
   return cap * tanhf(logit / cap);
 }
 
-// What two weights have more than their bf16.
-__device__ inline uint32_t rest_pair(float low, float high, uint32_t rounded) {
-  return cuda::bf16_pair(low - __uint_as_float(rounded << 16),
-                         high - __uint_as_float(rounded & 0xFFFF0000u));
-}
-
 // Weights of the tile and the state of each head. A NaN logit does not become the maximum; it makes
 // its own weight NaN, and with it the head's sum.
 template <int kHeads, int kHeadDim>
@@ -176,12 +169,8 @@ __device__ __forceinline__ void softmax(const Team<kHeads>& team, const Scores& 
       weights[i] = weight;
       quad_sum[n] = i == 0 ? weight : quad_sum[n] + weight;
     }
-    bf16_t* const to = shared.weights(head) + first_key + 4 * kHeadThreads * n;
-    const uint2 rounded = make_uint2(cuda::bf16_pair(weights[0], weights[1]),
-                                     cuda::bf16_pair(weights[2], weights[3]));
-    *reinterpret_cast<uint2*>(to) = rounded;
-    *reinterpret_cast<uint2*>(to + kRestOffset) = make_uint2(
-        rest_pair(weights[0], weights[1], rounded.x), rest_pair(weights[2], weights[3], rounded.y));
+    *reinterpret_cast<uint2*>(shared.weights(head) + first_key + 4 * kHeadThreads * n) = make_uint2(
+        cuda::bf16_pair(weights[0], weights[1]), cuda::bf16_pair(weights[2], weights[3]));
   }
   // Quad q joins q ^ 8, then q ^ 4, 2, 1, in a thread or across: the same sum for any kHeads.
 #pragma unroll
@@ -228,8 +217,7 @@ __device__ __forceinline__ void add_values(const Team<kHeads>& team, int first,
   const bf16_t* const weights = shared.weights(team.first_head());
 #pragma unroll 2
   for (int key = 0; key < kKeys; key += 16) {
-    const MmaA rounded = cuda::load_a(weights + key, kWeightStride);
-    const MmaA rest = cuda::load_a(weights + kRestOffset + key, kWeightStride);
+    const MmaA a = cuda::load_a(weights + key, kWeightStride);
     const bf16_t* const k = shared.ring_row(first, key) + first_channel;
     // Four sums in turn, so that no product waits for the last one.
 #pragma unroll
@@ -238,9 +226,7 @@ __device__ __forceinline__ void add_values(const Team<kHeads>& team, int first,
       cuda::load_b(k + 8 * n, kStride, b[0], b[1]);
       cuda::load_b(k + 8 * n + 16, kStride, b[2], b[3]);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) cuda::mma(values[n + i], rounded, b[i]);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) cuda::mma(values[n + i], rest, b[i]);
+      for (int i = 0; i < 4; ++i) cuda::mma(values[n + i], a, b[i]);
     }
     if (key == 0) after_first();
   }

@@ -19,9 +19,9 @@
 // logits, weights, maximum, sum and values stay in its registers; keys and values come into shared
 // memory while the other half of the work runs. Other shapes: a block per row and head, plain sums.
 //
-// A weight is the sum of two bf16: one alone would cost the output its last bit where few keys
-// carry the weight. What a row does not see has weight 0, and 0 times a value that is not finite
-// would be NaN: such values become 0, and the rows that see them add them one by one.
+// Weights are rounded to bf16 for the product with the values, their sums are not. What a row does
+// not see has weight 0, and 0 times a value that is not finite would be NaN: such values become 0,
+// and the rows that see them add them one by one.
 namespace fovea::internal {
 namespace {
 
@@ -211,22 +211,18 @@ __device__ void add_values(const SharedMemory<kWarps>& shared, const MmaC (&weig
                            MmaC (&values)[kValueDim / 8]) {
 #pragma unroll
   for (int key = 0; key < kKeys; key += 16) {
-    MmaA rounded, rest;
+    MmaA a;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const MmaC& from = weights[key / 8 + i / 2];
-      const cuda::SplitPair pair(from.x[i % 2 * 2], from.x[i % 2 * 2 + 1]);
-      rounded.x[i] = pair.rounded;
-      rest.x[i] = pair.rest;
+      a.x[i] = cuda::bf16_pair(from.x[i % 2 * 2], from.x[i % 2 * 2 + 1]);
     }
 #pragma unroll
     for (int n = 0; n < kValueDim / 8; n += 2) {
       MmaB b0, b1;
       cuda::load_b(&shared.v[key][8 * n], row_stride(kValueDim), b0, b1);
-      cuda::mma(values[n], rounded, b0);
-      cuda::mma(values[n + 1], rounded, b1);
-      cuda::mma(values[n], rest, b0);
-      cuda::mma(values[n + 1], rest, b1);
+      cuda::mma(values[n], a, b0);
+      cuda::mma(values[n + 1], a, b1);
     }
   }
 }
