@@ -14,7 +14,7 @@
 // The budget of a block, of which a multiprocessor takes two, for 128 channels:
 //
 //   shared     ring of 3 halves of tiles [64][128] bf16, twice    98,304
-//              weights [16][64] bf16, rounded and rest, twice      8,192
+//              weights [16][64] bf16, twice                        4,096
 //              queries [16][128] bf16                              4,096
 //              states, votes, lists                                2,500
 //              of 115,712 bytes
@@ -29,7 +29,7 @@ inline constexpr int kGroupThreads = 128;
 inline constexpr int kThreads = kGroups * kGroupThreads;
 inline constexpr int kGroupWarps = kGroupThreads / kWarpThreads;
 inline constexpr int kTileTokens = kGroupWarps * kStepKeys;
-inline constexpr int kWeightBytes = 2 * kMaxGroup * cuda::kPanelRowBytes;  // of a tile
+inline constexpr int kWeightBytes = kMaxGroup * cuda::kPanelRowBytes;  // of a tile
 inline constexpr int kMaxDim = 128;
 inline constexpr int kMaxParts = 16;  // blocks of the largest cluster
 inline constexpr int kBlocksOfSm = 2;
@@ -82,7 +82,7 @@ struct GroupMemory {
     Half<kDim> ring[kHalves];
     Left<kDim> left;  // once all of them are done
   };
-  alignas(1024) uint8_t weights[kWeightBytes];  // [16 heads][64 tokens], rounded; rests
+  alignas(1024) uint8_t weights[kWeightBytes];  // [16 heads][64 tokens]
   float2 state[kMaxGroup];                      // reference of the weights, in units of log2; sum
   float warp_largest[kGroupWarps][kMaxGroup];
   float warp_sum[kGroupWarps][kMaxGroup];

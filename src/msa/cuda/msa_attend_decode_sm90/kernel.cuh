@@ -9,9 +9,9 @@
 
 // Products stand on their side: logits are keys times queries, [64 tokens][16 heads], sums are
 // values times weights, [channels][16 heads], so that 16 heads fill the tensor cores and a thread
-// has 16 sums. A weight is the sum of two bf16, which are 32 columns, so that an infinite value is
-// NaN at most in the sums of rests. Warp w of a group has tokens 16 w .. 16 w + 15 of a tile: it
-// copies their rows and weighs them; only the sums go over the tokens of all warps.
+// has 16 sums. A weight is rounded to bf16 once, for the values; sums of weights are fp32. Warp w
+// of a group has tokens 16 w .. 16 w + 15 of a tile: it copies their rows and weighs them; only the
+// sums go over the tokens of all warps.
 //
 // Lane (g, c) = (lane / 4, lane % 4) of warp w has, for heads 8 j + 2 c + e in place 2 j + e:
 //   logits  tokens 16 w + g and + 8
@@ -69,8 +69,6 @@ class GroupWork {
   static constexpr int kPanels = OneHalf::kPanels;
   static constexpr int kHalves = Memory::kHalves;
   static constexpr int kQueryPanel = kMaxGroup * cuda::kPanelRowBytes;
-  static constexpr int kColumns = 2 * kMaxGroup;  // of weights
-  static constexpr int kRestAt = kMaxGroup * cuda::kPanelRowBytes;
   static constexpr int kUnits = kDim / 8;
   static constexpr int kUnitBytes = 16;
   static constexpr int kTokens = kWarpThreads / kUnits;  // that a warp copies at a time
@@ -125,7 +123,8 @@ class GroupWork {
   // behind it.
   __device__ void run(int32_t end_token, const ListMemory& list, int first, int end) {
     walk({params_, end_token, list, warp_, first, end});
-    leave_states();
+    if (first >= end) leave_states(sum_);
+    sync();  // nobody reads the ring any more
     leave_sums();
   }
 
@@ -213,12 +212,9 @@ class GroupWork {
       reference_[h] = largest[h];
       sum_[h] *= shrink;
 #pragma unroll
-      for (WgmmaSums<kColumns>& panel : sums_) {
-#pragma unroll
-        for (int i = h / 2 * 4 + h % 2; i < kColumns / 2; i += kMaxGroup / 2) {
-          panel.x[i] *= shrink;
-          panel.x[i + 2] *= shrink;
-        }
+      for (WgmmaSums<16>& panel : sums_) {
+        panel.x[h / 2 * 4 + h % 2] *= shrink;
+        panel.x[h / 2 * 4 + h % 2 + 2] *= shrink;
       }
     }
   }
@@ -233,8 +229,7 @@ class GroupWork {
     }
   }
 
-  // Weights to shared memory, as sums of two bf16. Returns whether a logit is too large for its
-  // reference.
+  // Weights to shared memory. Returns whether a logit is too large for its reference.
   __device__ bool weigh(const WgmmaSums<16>& logits, float (&tile_sum)[kPlaces]) const {
     float weights[8];
     bool grows = false;
@@ -251,22 +246,19 @@ class GroupWork {
       }
       tile_sum[h] = two[0] + two[1];
     }
-    uint32_t rounded[4], rest[4];
+    uint32_t pairs[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const cuda::SplitPair pair(weights[2 * i], weights[2 * i + 1]);
-      rounded[i] = pair.rounded;
-      rest[i] = pair.rest;
-    }
+    for (int i = 0; i < 4; ++i) pairs[i] = cuda::bf16_pair(weights[2 * i], weights[2 * i + 1]);
     const int lane = threadIdx.x % kWarpThreads;
-    const int at = cuda::panel_offset(lane / 16 * 8 + lane % 8, 2 * warp_ + lane / 8 % 2);
-    cuda::store_columns(shared_.weights + at, rounded);
-    cuda::store_columns(shared_.weights + kRestAt + at, rest);
+    cuda::store_columns(
+        shared_.weights + cuda::panel_offset(lane / 16 * 8 + lane % 8, 2 * warp_ + lane / 8 % 2),
+        pairs);
     return grows;
   }
 
-  // Weights of the tile to shared memory, and its sums. Values of the tile are there behind it.
-  __device__ void weigh_tile(const WgmmaSums<16>& logits, int index) {
+  // Weights of the tile to shared memory, and its sums; behind the last tile those of all. Values
+  // of the tile are there behind it.
+  __device__ void weigh_tile(const WgmmaSums<16>& logits, int index, bool last) {
     bool raises = index == 0;
     float tile_sum[kPlaces];
 #pragma unroll 1
@@ -275,6 +267,12 @@ class GroupWork {
       const bool grows = __any_sync(0xFFFFFFFF, weigh(logits, tile_sum));
       bool(&votes)[kGroupWarps] = shared_.votes[index % 2];
       if (!raises && threadIdx.x % kWarpThreads == 0) votes[warp_] = grows;
+      if (last) {
+        float all[kPlaces];
+#pragma unroll
+        for (int h = 0; h < kPlaces; ++h) all[h] = sum_[h] + tile_sum[h];
+        leave_states(all);
+      }
       cuda::wait_copies<kHalves - 2>();
       cuda::shared_stores_before_wgmma();
       sync();
@@ -293,7 +291,7 @@ class GroupWork {
     for (int k = 0; k < kTileTokens / 16; ++k) {
 #pragma unroll
       for (int p = 0; p < kPanels; ++p) {
-        cuda::wgmma<PanelSide::kRows, kColumns, PanelSide::kColumns>(
+        cuda::wgmma<PanelSide::kRows, 16, PanelSide::kColumns>(
             sums_[p], values.advanced(p * OneHalf::kPanelBytes + k * 16 * cuda::kPanelRowBytes),
             columns.advanced(32 * k), 1);
       }
@@ -305,7 +303,7 @@ class GroupWork {
   // that is done. Products run while the next half is asked for.
   __device__ void walk(TileWalk steps) {
 #pragma unroll
-    for (WgmmaSums<kColumns>& panel : sums_) panel = {};
+    for (WgmmaSums<16>& panel : sums_) panel = {};
 #pragma unroll
     for (int h = 0; h < kPlaces; ++h) {
       reference_[h] = kNegInf;
@@ -358,31 +356,29 @@ class GroupWork {
       cuda::wgmma_wait<0>();
       cuda::wgmma_pin(logits);
       scale(count, logits);
-      weigh_tile(logits, i);
+      weigh_tile(logits, i, steps.done());
       multiply_values(values);
       fetch(true);  // for the keys
       cuda::wgmma_wait<0>();
 #pragma unroll
-      for (WgmmaSums<kColumns>& panel : sums_) cuda::wgmma_pin(panel);
+      for (WgmmaSums<16>& panel : sums_) cuda::wgmma_pin(panel);
     }
     // Groups of nothing.
     cuda::wait_for_copies();
   }
 
-  // Behind it nobody reads the ring.
-  __device__ void leave_states() {
-    over_tokens(sum_, [](float a, float b) { return a + b; });
+  // `sums` are those of the lane's tokens.
+  __device__ void leave_states(float (&sums)[kPlaces]) {
+    over_tokens(sums, [](float a, float b) { return a + b; });
     if (threadIdx.x % kWarpThreads < 4) {
 #pragma unroll
       for (int h = 0; h < kPlaces; ++h) {
-        shared_.warp_sum[warp_][lane_head(h)] = sum_[h];
+        shared_.warp_sum[warp_][lane_head(h)] = sums[h];
         if (warp_ == 0) shared_.state[lane_head(h)].x = reference_[h];
       }
     }
-    sync();
   }
 
-  // The rest of a weight times an infinite value is nothing that counts.
   __device__ void leave_sums() {
     const int thread = threadIdx.x % kGroupThreads;
     const int channel = thread / kWarpThreads * 16 + thread % kWarpThreads / 4;
@@ -390,9 +386,8 @@ class GroupWork {
     for (int p = 0; p < kPanels; ++p) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const float x = sums_[p].x[i];
         shared_.left.sums.values[lane_head(i / 4 * 2 + i % 2)][64 * p + channel + i / 2 % 2 * 8] =
-            fabsf(x) < -kNegInf ? x + sums_[p].x[kMaxGroup / 2 + i] : x;
+            sums_[p].x[i];
       }
     }
     if (thread >= kMaxGroup) return;
@@ -413,7 +408,7 @@ class GroupWork {
   const uint8_t *keys_, *values_;  // the lane's piece of token_ of page 0
   float scale_;                    // of the logits, in units of log2
   float reference_[kPlaces], sum_[kPlaces];
-  WgmmaSums<kColumns> sums_[kPanels];  // of rounded weights, and of their rests
+  WgmmaSums<16> sums_[kPanels];
 };
 
 // Of a head: largest logit (or what stands for it), in units of log2, and sums relative to it.

@@ -19,6 +19,21 @@ __device__ inline RowList count_list(const AttendParams& params, const MsaRow& r
   return count_list(params, row, num_blocks, num_blocks > 0 ? list.blocks[num_blocks - 1] : 0);
 }
 
+// seek_msa_place(), in few instructions where all requests up to that of the row have one row.
+template <int kLoads>
+__device__ MsaRowPlace place_of_row(const MsaBatch& batch, int64_t t,
+                                    const MsaOffsets<kLoads>& offsets) {
+  const auto end = static_cast<int32_t>(t) + 1;
+  bool plain = end < kLoads * kWarpThreads && end <= static_cast<int32_t>(batch.num_requests());
+#pragma unroll
+  for (int k = 0; k < kLoads; ++k) {
+    const int i = k * kWarpThreads + static_cast<int>(threadIdx.x) % kWarpThreads;
+    plain = plain && (i > end || offsets.x[k] == i);
+  }
+  if (__all_sync(0xFFFFFFFF, plain)) return {t, {t, t + 1}};
+  return seek_msa_place(batch, t, offsets);
+}
+
 // read_list() that asks for what it needs as early as addresses allow: lists and offsets of
 // requests, then lengths and pages of the request that is most likely that of the row (the only
 // one, or that of its number), one way to memory each time; calls meanwhile() on the first one.
@@ -54,8 +69,8 @@ __device__ RowList read_list_early(const AttendParams& params, int64_t t, int64_
   meanwhile();
   if (likely >= 0) page = page_of(likely);
   const MsaRowPlace place = !sought ? find_msa_place(params.rows, t)
-                            : few   ? seek_msa_place(batch, t, few_offsets)
-                                    : seek_msa_place(batch, t, many_offsets);
+                            : few   ? place_of_row(batch, t, few_offsets)
+                                    : place_of_row(batch, t, many_offsets);
   if (place.request < 0) return {0, 0};
   if (place.request != likely) {
     page = page_of(place.request);
