@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <cmath>
 
 #include "tests/gpu_model/msa_attend_model_suite.h"
 #include "tests/msa/msa_attend_case.h"
@@ -87,6 +88,47 @@ TEST_F(MsaAttendModel, InfiniteValuesAreThoseOfRowsThatSeeThem) {
       EXPECT_EQ(std::isinf(attend.out_at(t, 3, dim - 7)), t >= 20) << t;
     }
   }
+}
+
+// Sums are stored as halves.
+TEST_F(MsaAttendModel, ValuesOfEveryMagnitude) {
+  for (const int exponent : {-110, -40, 40, 110}) {
+    for (const bool with_infinity : {false, true}) {
+      SCOPED_TRACE(exponent);
+      AttendCase attend(PagedBatch({200}, {3}, 128, 7, 0), 2, 1, 32, 2);
+      for (int64_t t = 0; t < 3; ++t) attend.set_list(0, t, {0, 1});
+      attend.softmax_scale = 0.01f;
+      bf16_t* const values = attend.v.data<bf16_t>();
+      AttendCase plain = attend;
+      for (int64_t i = 0; i < attend.batch.slots() * 32; ++i)
+        values[i] = bf16_from_float(std::ldexp(bf16_to_float(values[i]), exponent));
+      if (with_infinity)
+        values[attend.batch.slot(0, 77) * 32 + 5] = bf16_from_float(test::kInfinity);
+      run(plain);
+      run(attend);
+      for (int64_t t = 0; t < 3; ++t) {
+        for (int64_t d = 0; d < 32; ++d) {
+          if (with_infinity && d == 5) {
+            EXPECT_EQ(attend.out_at(t, 1, d), test::kInfinity);
+          } else {
+            const float expected = plain.out_at(t, 1, d);
+            EXPECT_NEAR(std::ldexp(attend.out_at(t, 1, d), -exponent), expected,
+                        std::fabs(expected) / 64 + 1e-3)
+                << d;
+          }
+        }
+        EXPECT_NEAR(attend.lse_at(t, 1), plain.lse_at(t, 1), 1e-4);
+      }
+    }
+  }
+}
+
+TEST_F(MsaAttendModel, BlocksWhoseValuesAreZero) {
+  AttendCase attend(PagedBatch({200}, {3}, 128, 7, 0), 2, 1, 32, 2);
+  for (int64_t t = 0; t < 3; ++t) attend.set_list(0, t, {0, 1});
+  std::fill_n(attend.v.data<bf16_t>() + attend.batch.slot(0, 0) * 32, 128 * 32,
+              bf16_from_float(0.0f));
+  expect_reference(attend);
 }
 
 TEST_F(MsaAttendModel, HostileLengthsOffsetsPagesAndLists) {

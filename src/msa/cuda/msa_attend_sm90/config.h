@@ -13,7 +13,7 @@
 //   attend_items    thread blocks take item after item: one block of the cache in shared memory,
 //                   products of a warpgroup for 64 rows of queries at a time; the output over this
 //                   block alone goes to memory as a partial result
-//   fold_places     a warp per row and query head: its partial results become the output
+//   fold_places     a row's partial results become the output
 //
 // A cell is a block of a request, for a KV head and a slab of rows. The partial results of a slab
 // are in memory at a time. The order of places in a cell, of items and of their cells is that of
@@ -31,9 +31,7 @@ inline constexpr int kItemRows = 1024;
 inline constexpr int kMaxItemPlaces = kItemThreads;
 inline constexpr int kMaxBlockKeys = 128;
 inline constexpr int kMaxDim = 128;
-inline constexpr int kPassChannels =
-    cuda::kPanelColumns;  // of the values, whose sums a warpgroup has at a time
-inline constexpr int kFoldWarps = 4;
+inline constexpr int kFoldWarps = 8;
 inline constexpr int kCutThreads = 1024;
 inline constexpr int kListThreads = 256;
 inline constexpr int64_t kMaxSlabBytes = int64_t{1152} << 20;
@@ -54,12 +52,31 @@ struct Item {
   int32_t first;  // place
   int32_t count;
 };
-// Of a partial result: logit and sum as in ChainState, and what the stored values of each pass are
-// multiplied with.
+// Of a partial result: logit and sum as in ChainState, and what stored values are multiplied with.
 struct alignas(16) PartState {
   float largest;
   float sum;
-  float unit[kMaxDim / kPassChannels];
+  float unit;
+};
+// Where a partial result has the values that a lane of a product has: eight halves, channels
+// 32 turn + 8 i + 2 c + e in place 2 i + e, of head `head`. Lanes of a warp are side by side.
+struct PartUnit {
+  int head, turn, c;
+
+  __device__ static int heads_side_by_side(int group_shift) {
+    return 1 << (group_shift < 3 ? group_shift : 3);
+  }
+  template <int kDim>
+  __device__ int index(int group_shift) const {
+    return (head / 8 * (kDim / 32) + turn) * 4 * heads_side_by_side(group_shift) + head % 8 * 4 + c;
+  }
+  template <int kDim>
+  __device__ static PartUnit of(int index, int group_shift) {
+    const int shift = 2 + (group_shift < 3 ? group_shift : 3);
+    const int turns = index >> shift;
+    return {turns / (kDim / 32) * 8 + (index & ((1 << shift) - 1)) / 4, turns % (kDim / 32),
+            index % 4};
+  }
 };
 // Of a slab.
 struct SlabCounts {
@@ -85,8 +102,8 @@ struct ByBlockParams {
   int32_t* firsts;          // [slabs][cells]
   Place* places;            // [slabs][places_per_slab]
   Item* items;              // [slabs][items_per_slab]
-  uint16_t* part_values;    // [rows of a slab][KV heads][topk][group][head_dim]
-  PartState* part_state;    // [rows of a slab][KV heads][topk][group]
+  uint4* part_values;       // [rows of a slab][KV heads][topk][units]
+  PartState* part_state;    // [rows of a slab][KV heads][topk][1 << group_shift]
 };
 
 // Of the first num_slabs slabs: the kernels that write num_places, row_end, places and items,

@@ -7,85 +7,147 @@
 namespace fovea::internal::msa::by_block {
 namespace {
 
+// Lane c of four has pairs 0..3; of pair c of all of them, in their order.
+__device__ void exchange_pairs(uint32_t (&pairs)[4]) {
+  constexpr uint32_t kAllLanes = 0xFFFFFFFF;
+  const bool odd = threadIdx.x % 2 != 0;
+  const bool high = threadIdx.x % 4 >= 2;
+  const uint32_t other[2] = {__shfl_xor_sync(kAllLanes, odd ? pairs[0] : pairs[1], 1),
+                             __shfl_xor_sync(kAllLanes, odd ? pairs[2] : pairs[3], 1)};
+  uint32_t two[2][2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    two[i][0] = odd ? other[i] : pairs[2 * i];
+    two[i][1] = odd ? pairs[2 * i + 1] : other[i];
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t from = __shfl_xor_sync(kAllLanes, high ? two[0][i] : two[1][i], 2);
+    pairs[i] = high ? from : two[0][i];
+    pairs[2 + i] = high ? two[1][i] : from;
+  }
+}
+
+// A lane per unit of a row and KV head.
+template <int kDim>
 __global__ void __launch_bounds__(kFoldWarps* kWarpThreads)
     fold_places(const __grid_constant__ ByBlockParams params, int slab) {
   constexpr uint32_t kAllLanes = 0xFFFFFFFF;
-  constexpr int kHalfWarp = kWarpThreads / 2;  // has the channels of a partial result
-  static_assert(kHalfWarp * kEight == kMaxDim);
+  constexpr int kFour = 4;    // lanes that share a head and turns, and its states
+  constexpr int kParts = 16;  // at a time
   const AttendParams& attend = params.attend;
-  const int lane = threadIdx.x % kWarpThreads;
-  const int64_t heads = int64_t{attend.num_kv_heads} * attend.group;
-  const int64_t at = int64_t{blockIdx.x} * kFoldWarps + threadIdx.x / kWarpThreads;
-  const auto row = static_cast<int64_t>(static_cast<uint32_t>(at) / static_cast<uint32_t>(heads));
-  const auto head = static_cast<int64_t>(static_cast<uint32_t>(at) % static_cast<uint32_t>(heads));
+  const int shift = params.group_shift;
+  const int units = kDim / 8 << shift;
+  const auto lanes = static_cast<uint32_t>(max(units, kWarpThreads));
+  const uint32_t at = blockIdx.x * (kFoldWarps * kWarpThreads) + threadIdx.x;
+  const uint32_t pair = at / lanes;
+  const auto unit_index = static_cast<int>(at % lanes);
+  const auto kv_heads = static_cast<uint32_t>(attend.num_kv_heads);
+  const int64_t row = pair / kv_heads;
+  const int64_t kv_head = pair % kv_heads;
   const int64_t t = slab * params.slab_rows + row;
   if (row >= params.slab_rows || t >= attend.num_rows) return;
-  const auto group = static_cast<uint32_t>(attend.group);
-  const auto kv_head = static_cast<int64_t>(static_cast<uint32_t>(head) / group);
-  const auto own = static_cast<int64_t>(static_cast<uint32_t>(head) % group);
+  const PartUnit unit = PartUnit::of<kDim>(unit_index, shift);
+  const bool present = unit_index < units && unit.head < attend.group;
   const int count = params.num_places[t * attend.num_kv_heads + kv_head];
-  const int64_t first = (row * attend.num_kv_heads + kv_head) * attend.topk * group + own;
-  const PartState* const states = params.part_state + first;
-  const auto weight_of = [&](const PartState& state, float base) {
-    return state.sum * cuda::exp2_fast(state.largest - base);
+  const int64_t first = int64_t{pair} * attend.topk << shift;
+  const uint4* const values = params.part_values + first * (kDim / 8) + unit_index;
+  const PartState* const states = params.part_state + first + unit.head;
+  uint4 stored[kParts];
+  float4 own[kParts / kFour];  // states of parts c, c + 4, ...
+  const auto load = [&](int base) {
+#pragma unroll
+    for (int i = 0; i < kParts / kFour; ++i) {
+      const int part = base + kFour * i + unit.c;
+      own[i] = present && part < count
+                   ? *reinterpret_cast<const float4*>(&states[int64_t{part} << shift])
+                   : make_float4(kNegInf, 0, 0, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      stored[i] = make_uint4(0, 0, 0, 0);
+      if (present && base + i < count) stored[i] = values[int64_t{base + i} * units];
+    }
   };
-
+  load(0);
+  const auto of_four = [&](float x, auto add) {
+    x = add(x, __shfl_xor_sync(kAllLanes, x, 1));
+    return add(x, __shfl_xor_sync(kAllLanes, x, 2));
+  };
+  // Of states behind the first ones.
+  const auto for_others = [&](auto f) {
+#pragma unroll 1
+    for (int part = kParts + unit.c; part < count && present; part += kFour) {
+      f(states[int64_t{part} << shift]);
+    }
+  };
   float largest = kNegInf;
-  for (int i = lane; i < count; i += kWarpThreads) {
-    largest = fmaxf(largest, states[int64_t{i} * group].largest);
-  }
-  largest = cuda::warp_max(largest);
+#pragma unroll
+  for (const float4& state : own) largest = fmaxf(largest, state.x);
+  for_others([&](const PartState& state) { largest = fmaxf(largest, state.largest); });
+  largest = of_four(largest, [](float a, float b) { return fmaxf(a, b); });
   const float base = largest == kNegInf ? 0.0f : largest;
   float sum = 0;
-  for (int i = lane; i < count; i += kWarpThreads) {
-    sum += weight_of(states[int64_t{i} * group], base);
+#pragma unroll
+  for (const float4& state : own) sum += state.y * cuda::exp2_fast(state.x - base);
+  for_others(
+      [&](const PartState& state) { sum += state.sum * cuda::exp2_fast(state.largest - base); });
+  sum = of_four(sum, [](float a, float b) { return a + b; });
+  const int64_t head = kv_head * attend.group + unit.head;
+  HeadResult result{};
+  if (present) {
+    result = finish_head(attend, kv_head, head, largest, sum);
+    if (attend.inputs.lse && unit.turn == 0 && unit.c == 0) attend.inputs.lse(t, head) = result.lse;
   }
-  for (int step = kHalfWarp; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
-  const HeadResult result = finish_head(attend, kv_head, head, largest, sum);
-  if (attend.inputs.lse && lane == 0) attend.inputs.lse(t, head) = result.lse;
 
-  // Half a warp adds up every other partial result.
-  const int half = lane / kHalfWarp;
-  const int channel = lane % kHalfWarp * kEight;
-  const bool present = channel < attend.head_dim;
-  const int64_t stride = int64_t{group} * attend.head_dim;
-  const uint16_t* const values = params.part_values + first * attend.head_dim + channel;
   float total[kEight] = {};
-  for (int base_part = 0; base_part < count; base_part += kWarpThreads) {
-    const int parts = min(count - base_part, kWarpThreads);
-    float weight = 0, units[2] = {};
-    if (lane < parts) {
-      const PartState state = states[int64_t{base_part + lane} * group];
-      weight = weight_of(state, base) * result.factor;
-      units[0] = weight * state.unit[0];
-      units[1] = weight * state.unit[1];
-    }
-    // A block without weight counts for nothing, whatever its values are.
-    const uint32_t weighty = __ballot_sync(kAllLanes, weight != 0);
-    const uint16_t* const from = values + base_part * stride;
-#pragma unroll 8
-    for (int j = 0; j < parts; j += 2) {
-      const int part = j + half;
-      const float low_channels = __shfl_sync(kAllLanes, units[0], part);
-      const float high_channels = __shfl_sync(kAllLanes, units[1], part);
-      const float unit = channel < kPassChannels ? low_channels : high_channels;
-      uint4 stored = make_uint4(0, 0, 0, 0);
-      if (present && (weighty >> part & 1) != 0) {
-        stored = *reinterpret_cast<const uint4*>(from + part * stride);
-      }
-      const uint32_t pairs[] = {stored.x, stored.y, stored.z, stored.w};
+#pragma unroll 1
+  for (int base_part = 0;;) {
+    float factors[kParts / kFour];
 #pragma unroll
-      for (int i = 0; i < kEight / 2; ++i) {
-        const float2 two = cuda::f16_values(pairs[i]);
-        total[2 * i] = fmaf(unit, two.x, total[2 * i]);
-        total[2 * i + 1] = fmaf(unit, two.y, total[2 * i + 1]);
+    for (int i = 0; i < kParts / kFour; ++i) {
+      // A block without weight counts for nothing, whatever its values are.
+      factors[i] =
+          own[i].y == 0 ? 0.0f : cuda::exp2_fast(own[i].x - base) * result.factor * own[i].z;
+    }
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      const float factor = __shfl_sync(kAllLanes, factors[i / kFour],
+                                       threadIdx.x % kWarpThreads / kFour * kFour + i % kFour);
+      const uint32_t pairs[] = {stored[i].x, stored[i].y, stored[i].z, stored[i].w};
+#pragma unroll
+      for (int j = 0; j < kEight / 2; ++j) {
+        const float2 two = cuda::f16_values(factor == 0 ? 0 : pairs[j]);
+        total[2 * j] = fmaf(factor, two.x, total[2 * j]);
+        total[2 * j + 1] = fmaf(factor, two.y, total[2 * j + 1]);
       }
     }
+    base_part += kParts;
+    if (base_part >= count) break;
+    load(base_part);
   }
+  uint32_t pairs[kEight / 2];
 #pragma unroll
-  for (float& x : total) x += __shfl_xor_sync(kAllLanes, x, kHalfWarp);
-  if (!present || half != 0) return;
-  store_channels({result.lse, 1.0f, result.empty}, total, attend.inputs.out.row(t, head) + channel);
+  for (int j = 0; j < kEight / 2; ++j) {
+    // Adding +0 turns -0 into +0.
+    pairs[j] = cuda::bf16_pair(total[2 * j] + 0.0f, total[2 * j + 1] + 0.0f);
+  }
+  exchange_pairs(pairs);
+  const int channel = 32 * unit.turn + kEight * unit.c;
+  if (!present || channel >= attend.head_dim) return;
+  *reinterpret_cast<uint4*>(attend.inputs.out.row(t, head) + channel) =
+      make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+
+// Heads of a place take a power of two of a tile's rows.
+int group_shift_of(const MsaAttendProblem& problem) {
+  int shift = 0;
+  while (int64_t{1} << shift < problem.num_heads / problem.num_kv_heads) ++shift;
+  return shift;
+}
+// Of 16 bytes, of a partial result.
+int64_t part_units(const MsaAttendProblem& problem) {
+  return (problem.head_dim <= 64 ? 64 : kMaxDim) / 8 << group_shift_of(problem);
 }
 
 // What follows from the problem.
@@ -94,9 +156,10 @@ struct Slabs {
   int64_t number;
 
   explicit Slabs(const MsaAttendProblem& problem) {
-    const int64_t heads = problem.num_heads * problem.topk;
     const int64_t row_bytes =
-        heads * (problem.head_dim * static_cast<int64_t>(sizeof(uint16_t)) + sizeof(PartState));
+        problem.num_kv_heads * problem.topk *
+        (part_units(problem) * static_cast<int64_t>(sizeof(uint4)) +
+         (static_cast<int64_t>(sizeof(PartState)) << group_shift_of(problem)));
     const int64_t bound = std::max<int64_t>(1, problem.max_rows);
     const int64_t most = std::clamp<int64_t>(kMaxSlabBytes / row_bytes, 1, bound);
     number = (bound + most - 1) / most;
@@ -109,12 +172,6 @@ int64_t places_of(const MsaAttendProblem& problem, int64_t rows) {
 }
 int64_t cells_of(const MsaAttendProblem& problem) {
   return problem.num_kv_heads * problem.max_requests * problem.max_pages;
-}
-// Heads of a place take a power of two of a tile's rows.
-int group_shift_of(const MsaAttendProblem& problem) {
-  int shift = 0;
-  while (int64_t{1} << shift < problem.num_heads / problem.num_kv_heads) ++shift;
-  return shift;
 }
 int64_t item_places_of(const MsaAttendProblem& problem) {
   return std::min(kItemRows >> group_shift_of(problem), kMaxItemPlaces);
@@ -132,11 +189,11 @@ struct ByBlockMemory {
   Place* places;
   Item* items;
   PartState* part_state;
-  uint16_t* part_values;
+  uint4* part_values;
 
   ByBlockMemory(const MsaAttendProblem& problem, const Slabs& slabs, WorkspaceCutter& cutter) {
     const int64_t places_all = places_of(problem, problem.max_rows);
-    const int64_t parts = slabs.rows * problem.num_heads * problem.topk;
+    const int64_t parts = places_of(problem, slabs.rows);
     offsets = cutter.take<int32_t>(problem.max_requests + 1);
     num_places = cutter.take<int32_t>(problem.max_rows * problem.num_kv_heads);
     row_end = cutter.take<int32_t>(problem.max_rows);
@@ -146,16 +203,23 @@ struct ByBlockMemory {
     targets = cutter.take<Target>(places_all);
     places = cutter.take<Place>(slabs.number * places_of(problem, slabs.rows));
     items = cutter.take<Item>(slabs.number * items_of(problem, slabs));
-    part_state = cutter.take<PartState>(parts);
-    part_values = cutter.take<uint16_t>(parts * problem.head_dim);
+    part_state = cutter.take<PartState>(parts << group_shift_of(problem));
+    part_values = cutter.take<uint4>(parts * part_units(problem));
   }
 };
 
 template <int kDim>
-void launch_items(const ByBlockParams& params, int slab, int64_t num_blocks, Stream stream) {
+void launch_slab(const ByBlockParams& params, int slab, int64_t num_blocks, Stream stream) {
   cuda::launch(kAttendOp, attend_items<kDim>,
                {dim3(static_cast<unsigned>(std::min(num_blocks, params.items_per_slab))),
                 dim3(kItemThreads), sizeof(ItemMemory<kDim>)},
+               stream, params, slab);
+  const int64_t rows = std::min(params.slab_rows, params.attend.num_rows - slab * params.slab_rows);
+  const int64_t lanes = std::max<int64_t>(kDim / 8 << params.group_shift, kWarpThreads);
+  constexpr int kThreads = kFoldWarps * kWarpThreads;
+  cuda::launch(kAttendOp, fold_places<kDim>,
+               {dim3(cuda::grid_blocks(rows * params.attend.num_kv_heads * lanes, kThreads)),
+                dim3(kThreads)},
                stream, params, slab);
 }
 
@@ -255,15 +319,10 @@ void msa_attend_cuda_sm90(const MsaAttendProblem& problem, const Device& device,
   const int64_t num_blocks = cuda::device_facts(device.ordinal).num_sms * by_block::kBlocksPerSm;
   for (int slab = 0; slab < num_slabs; ++slab) {
     if (problem.head_dim <= 64) {
-      by_block::launch_items<64>(params, slab, num_blocks, stream);
+      by_block::launch_slab<64>(params, slab, num_blocks, stream);
     } else {
-      by_block::launch_items<128>(params, slab, num_blocks, stream);
+      by_block::launch_slab<128>(params, slab, num_blocks, stream);
     }
-    const int64_t here = std::min(slabs.rows, rows - slab * slabs.rows);
-    cuda::launch(msa::kAttendOp, by_block::fold_places,
-                 {dim3(cuda::grid_blocks(here * problem.num_heads, by_block::kFoldWarps)),
-                  dim3(by_block::kFoldWarps * msa::kWarpThreads)},
-                 stream, params, slab);
   }
 }
 
