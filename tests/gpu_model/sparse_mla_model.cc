@@ -21,7 +21,11 @@ alignas(1024) thread_local uint8_t memory[256 << 10];  // shared memory of the b
 
 namespace fovea::test::gpu {
 
+bool& sparse_mla_has_clusters() { return internal::cuda::model_has_clusters; }
+
 void run_sparse_mla(SparseMlaProblem problem, const SparseMlaTensors& tensors) {
+  settings().shared_memory = internal::memory;
+  settings().shared_memory_bytes = sizeof(internal::memory);
   // Nothing is zero by itself.
   std::memset(internal::memory, 0xFF, sizeof(internal::memory));
   run_with_workspace(internal::sparse_mla_model_workspace, internal::sparse_mla_model_run, problem,

@@ -12,6 +12,9 @@ void run_sparse_mla(SparseMlaProblem problem, const SparseMlaTensors& tensors);
 void run_sparse_mla_sm90(SparseMlaProblem problem, const SparseMlaTensors& tensors);
 void run_sparse_mla_few_heads(SparseMlaProblem problem, const SparseMlaTensors& tensors);
 
+/// Whether the device of run_sparse_mla() has clusters.
+bool& sparse_mla_has_clusters();
+
 /// What both do with an implementation's functions.
 template <class WorkspaceBytes, class Run>
 void run_with_workspace(WorkspaceBytes workspace_bytes, Run run, SparseMlaProblem problem,

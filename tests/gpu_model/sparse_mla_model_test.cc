@@ -100,6 +100,37 @@ TEST_F(SparseMlaModel, NoOrderOfTheThreadsChangesABit) {
   }
 }
 
+// Rows of fewer keys than parts, and a row without a key, are among them.
+TEST_F(SparseMlaModel, PartsThatFoldThemselvesGiveTheBitsOfASecondLaunch) {
+  struct Parts {
+    RowFormat format;
+    int64_t splits, topk, heads;
+  };
+  for (const Parts& parts : {Parts{RowFormat::kBf16, 2, 150, 5},
+                             {RowFormat::kV4, 3, 200, 20},
+                             {RowFormat::kV4, 8, 520, 5},
+                             {RowFormat::kBf16, 9, 600, 5},
+                             {RowFormat::kBf16, 16, 1030, 5}}) {
+    const bool is_plain = parts.format == RowFormat::kBf16;
+    const CacheSpec plain{RowFormat::kBf16, 0, 160, parts.topk, true};
+    SparseMlaCase test_case(
+        {.rows = 3,
+         .heads = parts.heads,
+         .head_dim_qk = is_plain ? 576 : 512,
+         .primary = is_plain ? plain : cache_of(parts.format, 16, parts.topk, 0),
+         .sink = true,
+         .fixed_splits = parts.splits,
+         .seed = static_cast<uint64_t>(parts.topk)});
+    test::gpu::settings().num_sms = 10000;  // all clusters run at a time
+    test::gpu::sparse_mla_has_clusters() = true;
+    const Outputs folded = run(test_case);
+    EXPECT_TRUE(test_case.matches(folded)) << parts.splits << " parts";
+    test::gpu::sparse_mla_has_clusters() = false;
+    EXPECT_TRUE(SameBits(run(test_case), folded)) << parts.splits << " parts";
+    test::gpu::sparse_mla_has_clusters() = true;
+  }
+}
+
 // Blocks of fewer heads are for speed alone.
 TEST_F(SparseMlaModel, HeadsOfABlockChangeNoBit) {
   CacheSpec cache = cache_of(RowFormat::kV4, 16, 150, 0);

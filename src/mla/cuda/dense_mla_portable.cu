@@ -123,7 +123,8 @@ __global__ void __launch_bounds__(kFoldThreads) fold(const __grid_constant__ Par
   const Row row = find_row(params, t);
   if (row.request < 0) return;
   const DeviceParts parts(params, row.num_keys);
-  if (parts.num_parts > 1) fold_head(params.outputs, t, head, parts.num_parts, NoTurn{});
+  if (parts.num_parts > 1)
+    fold_head(params.outputs, t, head, parts.num_parts, NoTurn{}, threadIdx.x);
 }
 
 // What follows from problem and device: grid and memory.

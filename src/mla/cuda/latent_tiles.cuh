@@ -28,7 +28,7 @@
 //
 // Shared memory decides how many heads a block takes: 165 KiB for 64, 120 for 32, 97 for 16, and 55
 // for the ring or 41 for the staging area where they fit. With one part a block writes the result,
-// otherwise a second launch folds the parts in their order.
+// otherwise the blocks of a cluster or a second launch fold the parts in their order.
 namespace fovea::internal::latent {
 
 using cuda::MmaA;
@@ -426,16 +426,17 @@ __device__ void store_part(const Outputs& outputs, int64_t t, int64_t first_head
 
 inline constexpr int kFoldThreads = kValueDim / 4;
 
-// The parts of one (row, head), in their order, by kFoldThreads threads; all warps whole.
+// The parts of one (row, head), in their order, by kFoldThreads threads, of which this is number
+// `thread`; all warps whole.
 template <class Turn>
 __device__ inline void fold_head(const Outputs& outputs, int64_t t, int64_t head, int64_t num_parts,
-                                 const Turn& turn) {
+                                 const Turn& turn, int thread) {
   constexpr int kWarpParts = 32, kAhead = 16;
   const auto state = [&](int64_t p) {
     return p < num_parts ? outputs.part_state[outputs.part_index(t, p, head)]
                          : make_float2(kNegInf, 0);
   };
-  const int lane = threadIdx.x % 32, d = 4 * threadIdx.x;
+  const int lane = thread % 32, d = 4 * thread;
   const float* from = outputs.part_values + outputs.part_index(t, 0, head) * kValueDim + d;
   const int64_t part_stride = outputs.num_heads * kValueDim;
   float2 own;
@@ -476,7 +477,7 @@ __device__ inline void fold_head(const Outputs& outputs, int64_t t, int64_t head
     }
   }
   const HeadResult result = finish_head(outputs, head, largest, sum);
-  if (threadIdx.x == 0) store_head(outputs, t, head, result);
+  if (thread == 0) store_head(outputs, t, head, result);
   bf16_t* const to = outputs.out.row(t, head) + d;
   const auto pair_of = [&](int i, float x, float y) {
     const float2 pair =

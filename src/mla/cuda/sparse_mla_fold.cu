@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kFoldThreads) fold_parts(const __grid_constant
   const RowTurn turn{fold.rotations.row(t), fold.rope_dim};
   if (outputs.sink != nullptr) cuda::prefetch_l2(&outputs.sink[head]);
   cuda::wait_for_last_launch();
-  if (parts.num_parts > 1) fold_head(outputs, t, head, parts.num_parts, turn);
+  if (parts.num_parts > 1) fold_head(outputs, t, head, parts.num_parts, turn, threadIdx.x);
 }
 
 }  // namespace
