@@ -1,6 +1,7 @@
 #include "python/src/call_cache.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <list>
 #include <mutex>
@@ -58,6 +59,8 @@ struct CallCache::State {
   Entries entries;  // the latest first
   std::unordered_multimap<uint64_t, Entries::iterator> by_hash;
   CallCacheInfo info;
+  std::atomic<int64_t> hits{0};
+  std::atomic<uint64_t> generation{1};  // since the cache was cleared
 
   Entries::iterator find(uint64_t hash, const CallKey& key) {
     const auto [begin, end] = by_hash.equal_range(hash);
@@ -84,8 +87,14 @@ CallCache& CallCache::instance() {
   return *cache;
 }
 
-std::shared_ptr<const CallRecord> CallCache::find(const CallKey& key) {
+std::shared_ptr<const CallRecord> CallCache::find(const CallKey& key, Latest* latest) {
   if (!key.fits()) return nullptr;
+  const uint64_t generation = state_.generation.load(std::memory_order_acquire);
+  if (latest->generation == generation &&
+      std::equal(latest->words.begin(), latest->words.end(), key.begin(), key.end())) {
+    state_.hits.fetch_add(1, std::memory_order_relaxed);
+    return latest->record;
+  }
   const uint64_t hash = key.hash();
   const std::lock_guard<std::mutex> lock(state_.mutex);
   const auto found = state_.find(hash, key);
@@ -93,8 +102,9 @@ std::shared_ptr<const CallRecord> CallCache::find(const CallKey& key) {
     ++state_.info.misses;
     return nullptr;
   }
-  ++state_.info.hits;
+  state_.hits.fetch_add(1, std::memory_order_relaxed);
   state_.entries.splice(state_.entries.begin(), state_.entries, found);
+  *latest = {found->words, found->record, generation};
   return found->record;
 }
 
@@ -112,11 +122,13 @@ void CallCache::clear() {
   const std::lock_guard<std::mutex> lock(state_.mutex);
   state_.by_hash.clear();
   state_.entries.clear();
+  state_.generation.fetch_add(1, std::memory_order_release);
 }
 
 CallCacheInfo CallCache::info() const {
   const std::lock_guard<std::mutex> lock(state_.mutex);
   CallCacheInfo info = state_.info;
+  info.hits = state_.hits.load(std::memory_order_relaxed);
   info.entries = static_cast<int64_t>(state_.entries.size());
   return info;
 }

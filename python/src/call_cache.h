@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <string_view>
+#include <vector>
 
 #include "fovea/call_operator.h"
 
@@ -46,8 +47,15 @@ class CallCache {
 
   static CallCache& instance();
 
-  /// Null when there is none.
-  std::shared_ptr<const CallRecord> find(const CallKey& key);
+  /// The record of a key and the cache that it is of.
+  struct Latest {
+    std::vector<uint64_t> words;
+    std::shared_ptr<const CallRecord> record;
+    uint64_t generation = 0;
+  };
+  /// Null when there is none. `latest`, of one function and under one lock, is what it found last:
+  /// calls that repeat one another are not looked up.
+  std::shared_ptr<const CallRecord> find(const CallKey& key, Latest* latest);
   void insert(const CallKey& key, std::shared_ptr<const CallRecord> record);
   void clear();
   CallCacheInfo info() const;

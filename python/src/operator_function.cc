@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
+#include <algorithm>
 #include <bit>
 #include <exception>
 #include <memory>
@@ -357,7 +358,10 @@ nb::object OperatorFunction::result_of(const PythonCallTensors& bound, const Nam
 
 // `caller_level`: frames of Python from the innermost to the caller of the function.
 nb::object OperatorFunction::run(const Values& values, int caller_level) const {
-  PythonCallTensors bound(op_, nb::borrow(optional(values, stream_)));
+  const auto num_inputs = static_cast<size_t>(std::count_if(
+      tensors_.begin(), tensors_.end(), [&](size_t tensor) { return values[tensor] != Py_None; }));
+  const size_t num_given = optional(values, out_).is_none() ? 0 : results_.size();
+  PythonCallTensors bound(op_, nb::borrow(optional(values, stream_)), num_inputs, num_given);
   for (const size_t tensor : tensors_) {
     if (values[tensor] != Py_None) bound.add_input(arguments_[tensor].name, values[tensor]);
   }
@@ -369,7 +373,7 @@ nb::object OperatorFunction::run(const Values& values, int caller_level) const {
   add_to_key(values, bound, wanted, &key);
   CallOutcome planned;
   const CallOutcome* outcome = &planned;
-  const std::shared_ptr<const CallRecord> record = CallCache::instance().find(key);
+  const std::shared_ptr<const CallRecord> record = CallCache::instance().find(key, &latest_);
   if (record != nullptr) {
     outcome = &record->repeat(bound);
   } else {

@@ -90,6 +90,7 @@ class OperatorFunction {
   std::vector<Result> results_;
   nanobind::object made_;
   bool by_name_ = false;
+  mutable CallCache::Latest latest_;  // under the GIL
 };
 
 /// The class OperatorFunction of the module, and what clears the caches of calls.

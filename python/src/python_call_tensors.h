@@ -30,11 +30,12 @@ struct NamedTensor {
 /// are arrays of numpy, or tensors of torch when any given tensor is one.
 class PythonCallTensors final : public CallTensors {
  public:
-  /// Of one call: tensors are added.
-  PythonCallTensors(std::string_view op, nanobind::object stream)
+  /// Of one call: tensors are added, in all likelihood so many.
+  PythonCallTensors(std::string_view op, nanobind::object stream, size_t num_inputs,
+                    size_t num_given)
       : op_(op), lifetime_(Lifetime::kOfObject), stream_(std::move(stream)) {
-    inputs_.reserve(8);
-    given_.reserve(4);
+    inputs_.reserve(num_inputs);
+    given_.reserve(num_given);
   }
   /// Of calls that keep them: dictionaries of tensors by name, None standing for absent; `unwanted`
   /// is a sequence of names.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <string_view>
 
 #include "fovea/dense_mla.h"
 #include "fovea/merge_lse.h"
@@ -24,7 +25,7 @@ struct LatentCache {
   int64_t page_size = 0;  // 0: bf16 rows
 };
 
-RowFormat bind_latent_format(NamedCall& call, const std::string& name, RowFormat otherwise) {
+RowFormat bind_latent_format(NamedCall& call, std::string_view name, RowFormat otherwise) {
   return call.choice<RowFormat>(name,
                                 {{"bf16", RowFormat::kBf16},
                                  {"v32", RowFormat::kV32},
@@ -34,32 +35,46 @@ RowFormat bind_latent_format(NamedCall& call, const std::string& name, RowFormat
                                 otherwise);
 }
 
-// `prefix` is "" or "extra_"; the parameters of the second cache default to those of the first.
-LatentCache bind_cache(NamedCall& call, const std::string& prefix, const LatentCache* first) {
+// What a cache is called, and how its tensors are declared.
+struct CacheNames {
+  const char *row_format, *page_size, *kv, *rows, *pool, *inv_scale, *scales;
+};
+constexpr CacheNames kOwnCache = {
+    "row_format", "page_size",          "kv", "bf16 [S, Dqk]", "u8 [pages, page_bytes]",
+    "inv_scale",  "bf16|f32 [slots, 1]"};
+constexpr CacheNames kExtraCache = {"extra_row_format",
+                                    "extra_page_size",
+                                    "extra_kv",
+                                    "bf16 [extra_S, Dqk]",
+                                    "u8 [extra_pages, extra_page_bytes]",
+                                    "extra_inv_scale",
+                                    "bf16|f32 [extra_slots, 1]"};
+
+// The parameters of the second cache default to those of the first.
+LatentCache bind_cache(NamedCall& call, const CacheNames& names, const LatentCache* first) {
   LatentCache cache;
-  cache.row_format = bind_latent_format(call, prefix + "row_format",
+  cache.row_format = bind_latent_format(call, names.row_format,
                                         first != nullptr ? first->row_format : RowFormat::kBf16);
-  const std::string name = prefix + "kv";
-  const bool is_pool = cache.row_format != RowFormat::kBf16 || call.dtype_of(name) == DType::kU8;
-  cache.tensor = is_pool ? call.in(name, "u8 [" + prefix + "pages, " + prefix + "page_bytes]")
-                         : call.in(name, "bf16 [" + prefix + "S, Dqk]");
-  const std::string page_size = prefix + "page_size";
+  const bool is_pool =
+      cache.row_format != RowFormat::kBf16 || call.dtype_of(names.kv) == DType::kU8;
+  cache.tensor = call.in(names.kv, is_pool ? names.pool : names.rows);
   if (!is_pool) {
-    call.integer(page_size, 0);  // a name of the table, without meaning here
+    call.integer(names.page_size, 0);  // a name of the table, without meaning here
   } else if (first != nullptr && first->page_size > 0) {
-    cache.page_size = call.integer(page_size, first->page_size);
+    cache.page_size = call.integer(names.page_size, first->page_size);
   } else {
-    cache.page_size = call.integer(page_size);
+    cache.page_size = call.integer(names.page_size);
   }
-  if (cache.row_format == RowFormat::kR512)
-    cache.inv_scale = call.in(prefix + "inv_scale", "bf16|f32 [" + prefix + "slots, 1]");
+  if (cache.row_format == RowFormat::kR512) {
+    cache.inv_scale = call.in(names.inv_scale, names.scales);
+  }
   return cache;
 }
 
 // The first one, with its page size and format.
 template <class Problem, class Tensors>
 LatentCache bind_own_cache(NamedCall& call, Problem* problem, Tensors* tensors) {
-  LatentCache cache = bind_cache(call, "", nullptr);
+  LatentCache cache = bind_cache(call, kOwnCache, nullptr);
   tensors->kv = cache.tensor;
   tensors->inv_scale = cache.inv_scale;
   problem->row_format = cache.row_format;
@@ -80,7 +95,7 @@ void bind_extra(NamedCall& call, const LatentCache& first, SparseMlaProblem& pro
     call.integer("extra_page_size", 0);
     return;
   }
-  const LatentCache extra = bind_cache(call, "extra_", &first);
+  const LatentCache extra = bind_cache(call, kExtraCache, &first);
   tensors.extra_kv = extra.tensor;
   tensors.extra_inv_scale = extra.inv_scale;
   problem.extra_row_format = extra.row_format;

@@ -12,6 +12,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+// Drivers count from 0.
+constexpr uint64_t kDefaultStreamId = UINT64_MAX;
+
 bool is_cuda(const Device& device) { return device.kind == DeviceKind::kCuda; }
 
 }  // namespace
@@ -30,6 +33,7 @@ bool is_capturing(const Device& device, Stream stream) {
 
 uint64_t stream_id(const Device& device, Stream stream) {
   if (!is_cuda(device)) return 0;
+  if (stream.handle == nullptr) return kDefaultStreamId;
   const internal::cuda::DeviceScope scope(device.ordinal);
   return internal::cuda::stream_id(stream);
 }
