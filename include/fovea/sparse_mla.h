@@ -109,8 +109,8 @@ struct SparseMlaTensors {
 /// says what that comes to.
 ///
 /// Determinism: a row's bits depend on its own q, lengths, index list and keys, never on the other
-/// rows or the number of threads, and are the same for a packed row and for the bf16 row that it
-/// decodes to (f576: with k_scale 1, when every value is a bf16 number).
+/// rows or the number of threads. An implementation gives the same bits for a packed row and for
+/// the bf16 row that it decodes to (f576: with k_scale 1, when every value is a bf16 number).
 ///
 /// With split_parts > 0 a row that the schedule cuts may differ by rounding with its batch; one
 /// that it leaves whole has the bits of a plan without. The part that ends a row takes its slots of

@@ -28,6 +28,9 @@ constexpr internal::Implementation<SparseMlaProblem, SparseMlaTensors> kImplemen
      internal::sparse_mla_cuda_supports, internal::sparse_mla_cuda_sm90_few_heads_workspace,
      nullptr, internal::sparse_mla_cuda_sm90_few_heads,
      internal::sparse_mla_cuda_sm90_few_heads_preferred},
+    {"cuda_sm90_rows", DeviceKind::kCuda, internal::cuda_sm90_available,
+     internal::sparse_mla_cuda_sm90_rows_supports, nullptr, nullptr,
+     internal::sparse_mla_cuda_sm90_rows, internal::sparse_mla_cuda_sm90_rows_preferred},
     {"cuda_sm90", DeviceKind::kCuda, internal::cuda_sm90_available,
      internal::sparse_mla_cuda_supports, internal::sparse_mla_cuda_sm90_workspace, nullptr,
      internal::sparse_mla_cuda_sm90, internal::sparse_mla_cuda_sm90_preferred},
@@ -290,6 +293,34 @@ Refusal sparse_mla_cuda_sm90_few_heads_preferred(const SparseMlaProblem& problem
   if (has_few_rows(problem)) {
     return "is made for more rows, got max_rows " + std::to_string(problem.max_rows) +
            " (2048 v32 slots, 16 heads: 1 row 23.9 us, cuda_sm90 20.7; 16 rows 29 us, 36)";
+  }
+  return {};
+}
+
+Refusal sparse_mla_cuda_sm90_rows_supports(const SparseMlaProblem& problem) {
+  if (Refusal refusal = sparse_mla_cuda_supports(problem); !refusal.empty()) return refusal;
+  for (const RowFormat format : {problem.row_format, *problem.extra_row_format}) {
+    if (format != RowFormat::kBf16) {
+      return "takes bf16 rows, got rows of " + std::string(to_string(format));
+    }
+  }
+  if (problem.fixed_splits > 1) {
+    return "takes rows whole, got fixed_splits " + std::to_string(problem.fixed_splits);
+  }
+  return refuse_logit_cap(problem);
+}
+
+Refusal sparse_mla_cuda_sm90_rows_preferred(const SparseMlaProblem& problem) {
+  if (problem.num_heads <= 16) {
+    return "multiplies 64 heads, got num_heads " + std::to_string(problem.num_heads);
+  }
+  // One for most multiprocessors of a GPU, each 64 heads of a row. max_rows may be any number.
+  constexpr int64_t kFewUnits = 128;
+  const int64_t groups = (problem.num_heads + 63) / 64;
+  if (problem.max_rows < (kFewUnits + groups - 1) / groups) {
+    return "takes rows whole, got max_rows " + std::to_string(problem.max_rows) +
+           ", too few for all multiprocessors (2048 bf16 slots, 128 heads, 66 rows: 72 us, "
+           "cuda_sm90 98)";
   }
   return {};
 }

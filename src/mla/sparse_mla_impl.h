@@ -36,5 +36,10 @@ size_t sparse_mla_cuda_sm90_few_heads_workspace(const SparseMlaProblem& problem,
 void sparse_mla_cuda_sm90_few_heads(const SparseMlaProblem& problem, const Device& device,
                                     const SparseMlaTensors& tensors, Workspace workspace,
                                     Stream stream);
+/// Whole rows of lists over bf16 rows, many at a time.
+Refusal sparse_mla_cuda_sm90_rows_supports(const SparseMlaProblem& problem);
+Refusal sparse_mla_cuda_sm90_rows_preferred(const SparseMlaProblem& problem);
+void sparse_mla_cuda_sm90_rows(const SparseMlaProblem& problem, const Device& device,
+                               const SparseMlaTensors& tensors, Workspace workspace, Stream stream);
 
 }  // namespace fovea::internal

@@ -54,7 +54,8 @@ class FullSparseMlaTest : public test::TargetTest {
   }
 };
 INSTANTIATE_TEST_SUITE_P(Targets, FullSparseMlaTest,
-                         testing::ValuesIn(test::targets_of("sparse_mla")), test::target_name);
+                         testing::ValuesIn(test::targets_of("sparse_mla", "cuda_sm90_rows")),
+                         test::target_name);
 
 struct Widths {
   int64_t num_keys;

@@ -35,7 +35,8 @@ class SparseMlaSplitTest : public test::TargetTest {
   bool follows_plans() const { return GetParam().implementation.starts_with("cpu"); }
 };
 INSTANTIATE_TEST_SUITE_P(Targets, SparseMlaSplitTest,
-                         testing::ValuesIn(test::targets_of("sparse_mla")), test::target_name);
+                         testing::ValuesIn(test::targets_of("sparse_mla", "cuda_sm90_rows")),
+                         test::target_name);
 
 // Row t of `with` has the bits of row t of `without`.
 bool same_row(const Outputs& with, const Outputs& without, int64_t t, int64_t heads) {

@@ -36,7 +36,8 @@ class SparseMlaTest : public test::TargetTest {
         << "heads " << spec.heads << ", topk " << spec.primary.topk << ", seed " << spec.seed;
   }
 };
-INSTANTIATE_TEST_SUITE_P(Targets, SparseMlaTest, testing::ValuesIn(test::targets_of("sparse_mla")),
+INSTANTIATE_TEST_SUITE_P(Targets, SparseMlaTest,
+                         testing::ValuesIn(test::targets_of("sparse_mla", "cuda_sm90_rows")),
                          test::target_name);
 
 CacheSpec bf16_rows(int64_t num_keys, int64_t topk) {
