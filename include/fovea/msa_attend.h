@@ -81,8 +81,8 @@ struct MsaAttendTensors {
 /// Contents of device tensors are never an error; lengths and offsets are cut as in MsaBlockScores.
 ///
 /// Logits, weights and sums of weights are fp32 or better, and out is rounded to bf16 once. On a
-/// GPU each weight is rounded to bf16 for its product with a value, and for nothing else: an
-/// element of out is off by up to 2^-8 sum_A exp(x_j - lse) |v_j| more.
+/// GPU a weight may be rounded to bf16 for its product with a value, and for nothing else: an
+/// element of out is then off by up to 2^-8 sum_A exp(x_j - lse) |v_j| more.
 ///
 /// Same plan, same inputs: the same bits, for any number of threads.
 ///
