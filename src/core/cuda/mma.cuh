@@ -28,6 +28,13 @@ __device__ inline void mma(MmaC& c, const MmaA& a, const MmaB& b) {
       : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b.x[0]), "r"(b.x[1]));
 }
 
+/// A matrix of 8 x 8 bf16 turned over: of row lane / 4, columns 2 * (lane % 4) and the next.
+__device__ inline uint32_t turned(uint32_t pair) {
+  uint32_t columns;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(columns) : "r"(pair));
+  return columns;
+}
+
 __device__ inline uint32_t shared_address(const void* data) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(data));
 }

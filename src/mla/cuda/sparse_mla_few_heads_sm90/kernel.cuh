@@ -2,166 +2,132 @@
 
 #include <cstdint>
 
+#include "src/core/cuda/arithmetic.cuh"
 #include "src/core/cuda/async_copy.cuh"
-#include "src/core/cuda/column_softmax.cuh"
+#include "src/core/cuda/bulk_copy.cuh"
 #include "src/core/cuda/fp8.cuh"
 #include "src/core/cuda/mbarrier.cuh"
+#include "src/core/cuda/mma.cuh"
 #include "src/core/cuda/vector_io.cuh"
-#include "src/core/cuda/wgmma.cuh"
 #include "src/mla/cuda/listed_keys.cuh"
 #include "src/mla/cuda/sparse_mla_few_heads_sm90/config.h"
 #include "src/mla/cuda/sparse_mla_launch.cuh"
 
-// A block takes 16 heads of one row and one part of its list, 64 slots at a time. Products stand on
-// their side: logits are keys times queries, [64 keys][16 heads], sums are values times weights,
-// [512 channels][16 heads], so that few heads fill the tensor cores. Its warpgroups:
+// A block takes 16 heads of one row and one part of its list, a step of 32 slots at a time. Its
+// warpgroups:
 //
-//   0, 1 sums  a tile each in turn, so that one's arithmetic runs beside the other's products. A
-//              warp decodes its 16 keys, 64 channels at a time, to registers: A of the logits. They
-//              are stored as values when those products have read them, two panels later, and the
-//              values' products of the tile before run meanwhile. It weighs its 16 keys (weights
-//              are sums of two bf16) and asks for 16 columns of each panel of the values
-//   2, rows    looks slots up and copies codes and scales to shared memory, those of a warp of each
-//              group a warp; rope channels are read by the sums when the others are there
+//   0, 1 sums  a step each in turn, 16 keys of it at a time. A warp has 128 channels of the values
+//              and 16 others. It decodes those of all keys, once: B of the logits as they are, and
+//              turned over B of the values. The four warps add up their parts of the logits, each
+//              for 8 heads and 8 keys, weigh them and show the weights to the others, who use them
+//              when they have decoded the next 16 keys
+//   2, rows    looks slots up and copies rows to shared memory, 8 of a step a warp
 //
-// Lane (g, c) = (lane / 4, lane % 4) of warp w has, for heads 8 j + 2 c + e in place 2 j + e:
-//   logits    rows 16 w + g and + 8 of the tile
-//   sums      columns 16 w + g and + 8 of panel p; rounded weights, then rests
-// Row 16 w + g + 8 h of a tile is slot 16 w + row_key(g) + 8 h of the list, and of each 64 channels
-// the lane has 16 c .. 16 c + 15: column 16 s + 8 h + 2 c + e of the products is channel
-// 16 c + 4 s + 2 h + e.
+// Lane (g, c) = (lane / 4, lane % 4) of warp w has:
+//   queries    heads g and g + 8; channels 128 w + 32 c .. + 31 of the values, 4 a product, and
+//              16 w + 4 c .. + 3 of the others
+//   keys       g and g + 8 of 16; the same channels
+//   logits     heads g and g + 8, keys 2 c and the next of each 8; when they are added up, head
+//              g + w / 2 * 8, keys w % 2 * 8 + 2 c and the next
+//   sums       heads g and g + 8; the same channels
 namespace fovea::internal::sparse_few_heads_sm90 {
 
-using cuda::ColumnSoftmax;
 using cuda::Mbarrier;
-using cuda::PanelMatrix;
-using cuda::PanelSide;
-using cuda::WgmmaA;
-using cuda::WgmmaSums;
+using cuda::MmaA;
+using cuda::MmaB;
+using cuda::MmaC;
 using latent::kNegInf;
 using latent::RowLayout;
 using latent::RowParams;
 using latent::Target;
 
-inline constexpr int kValuePanelBytes = kKeys * cuda::kPanelRowBytes;
-inline constexpr int kQueryPanelBytes = kHeads * cuda::kPanelRowBytes;
-inline constexpr int kWeightBytes = kHeads * cuda::kPanelRowBytes;
-inline constexpr int kStepsOfPanel = cuda::kPanelColumns / 16;
-inline constexpr int kPlaces = ColumnSoftmax::kPlaces;
 inline constexpr float kLn2 = 0.693147181f;
+// References of weights follow the largest logits by more than this only, in units of log2: few
+// steps change old sums.
+inline constexpr float kSlack = 8;
 
-// Neighbours in g are four rows apart: rows are 33 units of 16 bytes, and eight lanes that read two
-// of them meet all banks.
-__device__ inline int row_key(int g) { return g / 2 + g % 2 * 4; }
+// Of a block of slots.
+inline constexpr int kBlockSteps = static_cast<int>(kBlockSlots) / kStepKeys;
 
 // The exchange tells the compiler that it is the same in all lanes.
 __device__ inline int one_of_warp(int x) { return __shfl_sync(0xFFFFFFFF, x, 0); }
 
-// A group's sums where its values were. Each 32 channels are four floats further from those before,
-// so that no more than two lanes that store a channel at a time meet at a bank.
+// A group's sums where rows were. Each 32 channels are four floats further from those before, and
+// heads 16 floats modulo 32, so that eight lanes that store four channels each meet all banks.
 struct GroupSums {
-  float x[kHeads][kValueDim + kValueDim / 8 + 4];
+  float x[kHeads][kValueDim + kValueDim / 8 + 16];
 
   __device__ float* at(int head, int channel) { return &x[head][channel + channel / 32 * 4]; }
 };
 
-struct GroupMemory {
-  alignas(1024) uint8_t values[kValuePanels][kValuePanelBytes];  // [64 keys][512]
-  alignas(1024) uint8_t weights[2][kWeightBytes];                // [16 heads][64 keys]
-  alignas(16) uint8_t rows[kKeys][kStagedBytes];
-  const uint8_t* ropes[kKeys];    // the rope channels of these rows
-  uint32_t present[kGroupWarps];  // which of these rows there are, a bit a key of the warp
-  cuda::ColumnMemory softmax;
-  float reference[kHeads];  // in units of log2
-  float largest[kGroupWarps][kHeads];
-  float sum[kGroupWarps][kHeads];
-  Mbarrier full[kGroupWarps], empty[kGroupWarps];  // the rows of a warp
+// Rows that are not copied as they are: channels of a warp as bf16.
+struct StagedRows {
+  alignas(16) bf16_t x[kStepKeys][kWarpChannels + kRopeChannels + 8];
+};
 
-  __device__ GroupSums& sums() {
-    static_assert(sizeof(GroupSums) <= sizeof(values));
-    return reinterpret_cast<GroupSums&>(values);
-  }
+// Of 16 keys in turn, warp w weighs 8 heads and 8 keys.
+struct GroupMemory {
+  float2 logits[2][kGroupWarps][kGroupWarps][32];    // of a warp's channels, by who weighs them
+  alignas(16) uint32_t weights[2][32][kGroupWarps];  // A of the values, by lanes
+  bool votes[2][kGroupWarps];  // whether a logit is too large for its reference
+  float largest_of_keys[kGroupWarps][8];
+  float reference[kGroupWarps][8];  // in units of log2
+  float largest[kGroupWarps][8];
+  float sum[kGroupWarps][8];
 };
 
 struct SharedMemory {
-  alignas(1024) uint8_t queries[kQueryPanels][kQueryPanelBytes];
-  GroupMemory groups[kGroups];
+  union {
+    alignas(128) uint8_t rows[kPlaces][kStepKeys][kRowBytes];
+    StagedRows staged[kGroups][kGroupWarps];
+    GroupSums sums[kGroups];
+  };
+  bool present[kPlaces][kStepKeys];  // which of these rows there are
+  Mbarrier full[kPlaces], empty[kPlaces];
+  alignas(16) GroupMemory groups[kGroups];
   float factors[kGroups][kHeads];  // what sums are multiplied with
 };
 
-// The column of the products that is channel `channel` of a panel.
-__device__ inline int product_column(int channel) {
-  return channel % 16 / 4 * 16 + channel % 4 / 2 * 8 + channel / 16 * 2 + channel % 2;
-}
+enum class QueryKind { kAligned, kPlain, kFp8 };
 
-// Eight channels of a query, from 8 * piece on.
-__device__ inline uint4 load_query(const latent::Queries& queries, int64_t first, int piece) {
-  if (queries.is_fp8) {
-    const auto* const from = static_cast<const uint8_t*>(queries.data) + first;
-    return latent::decode8(latent::load_codes<false>(from + 8 * piece), 1);
-  }
-  const auto* const from =
-      reinterpret_cast<const uint8_t*>(static_cast<const bf16_t*>(queries.data) + first);
-  return queries.aligned ? latent::load_bf16<true>(from, piece)
-                         : latent::load_bf16<false>(from, piece);
-}
-
-// Queries of `heads` heads of row t, zeros past them.
-template <int kHeadDim, int kAllThreads>
-__device__ __forceinline__ void load_queries(const latent::Queries& queries, int64_t t,
-                                             int64_t first_head, int heads, SharedMemory& shared) {
-  constexpr int kPieces = kHeadDim / 8;
-  const int64_t first = t * queries.row_stride + first_head * queries.head_stride;
-#pragma unroll 5
-  for (int i = threadIdx.x; i < kHeads * kPieces; i += kAllThreads) {
-    const int head = i / kPieces, piece = i % kPieces;
-    uint4 value = make_uint4(0, 0, 0, 0);
-    if (head < heads) value = load_query(queries, first + head * queries.head_stride, piece);
-    const uint32_t words[4] = {value.x, value.y, value.z, value.w};
+// Four channels of a query, the first at `at`.
+template <QueryKind kKind>
+__device__ inline uint2 load_query(const void* queries, int64_t at) {
+  if constexpr (kKind == QueryKind::kFp8) {
+    const auto* const from = static_cast<const uint8_t*>(queries) + at;
+    uint32_t codes = 0;
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const int column = product_column(piece % 8 * 8 + 2 * n);
-      *reinterpret_cast<uint32_t*>(shared.queries[piece / 8] +
-                                   cuda::panel_offset(head, column / 8) + column % 8 * 2) =
-          words[n];
-    }
+    for (int i = 0; i < 4; ++i) codes |= static_cast<uint32_t>(from[i]) << (8 * i);
+    return cuda::decode4(codes, 1);
   }
+  const auto* const from = static_cast<const bf16_t*>(queries) + at;
+  if constexpr (kKind == QueryKind::kAligned) return __ldg(reinterpret_cast<const uint2*>(from));
+  return make_uint2(from[0].bits | static_cast<uint32_t>(from[1].bits) << 16,
+                    from[2].bits | static_cast<uint32_t>(from[3].bits) << 16);
 }
 
-// Sixteen channels of a row, as pairs: the lane's of a panel.
-struct Channels {
-  uint32_t pair[8];
-
-  __device__ static Channels of(const uint4& low, const uint4& high) {
-    return {{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}};
-  }
-};
-
-// Those of any row, one of which may be none, from device memory.
+// Eight channels of any row from device memory.
 template <bool kAligned>
-__device__ inline Channels load_channels(const RowLayout& layout, const LatentAddress& key,
-                                         int panel) {
-  const int first = panel * 8 + static_cast<int>(threadIdx.x % 4) * 2;  // in 8 channels
+__device__ inline uint4 load_channels(const RowLayout& layout, const LatentAddress& key,
+                                      int channel) {
   const auto plain = [&](int64_t offset, int from) {
-    return Channels::of(latent::load_bf16<kAligned>(key.row + offset, from),
-                        latent::load_bf16<kAligned>(key.row + offset, from + 1));
+    return latent::load_bf16<kAligned>(key.row + offset, from / 8);
   };
   const auto codes = [&](float scale) {
-    const uint8_t* const from = key.row + 8 * first;
-    return Channels::of(latent::decode8(latent::load_codes<kAligned>(from), scale),
-                        latent::decode8(latent::load_codes<kAligned>(from + 8), scale));
+    return latent::decode8(latent::load_codes<kAligned>(key.row + channel), scale);
   };
-  if (key.row == nullptr) return {};
-  if (layout.format == RowFormat::kBf16) return plain(0, first);
+  if (key.row == nullptr) return make_uint4(0, 0, 0, 0);
+  if (layout.format == RowFormat::kBf16) return plain(0, channel);
   if (layout.format == RowFormat::kF576) return codes(1);
   if (layout.format == RowFormat::kV32) {
-    if (panel == kValuePanels) return plain(kV32RopeOffset, first - kValueDim / 8);
-    return codes(cuda::load_float<kAligned>(key.row + kV32ScaleOffset + panel / 2 * 4));
+    if (channel >= kValueDim) return plain(kV32RopeOffset, channel - kValueDim);
+    return codes(cuda::load_float<kAligned>(key.row + kV32ScaleOffset +
+                                            channel / static_cast<int>(kV32TileDim) * 4));
   }
   if (layout.format == RowFormat::kV4) {
-    if (panel == kValuePanels - 1)
-      return plain(kV4LatentDim, first - static_cast<int>(kV4LatentDim) / 8);
-    return codes(v4_scale(key.scales[panel], 0));
+    constexpr int kLatent = static_cast<int>(kV4LatentDim);
+    if (channel >= kLatent) return plain(kV4LatentDim, channel - kLatent);
+    return codes(v4_scale(key.scales[channel / static_cast<int>(kV4TileDim)], 0));
   }
   const float scale =
       layout.bf16_scale
@@ -171,67 +137,102 @@ __device__ inline Channels load_channels(const RowLayout& layout, const LatentAd
   return codes(scale);
 }
 
-// Of a warp's rows of a tile, a bit for each that there is.
-__device__ inline uint32_t present_rows(const uint8_t* row) {
-  return __ballot_sync(0xFFFFFFFF, row != nullptr) & ((1u << kWarpKeys) - 1);
-}
+// In place of a row that there is none of.
+static __device__ const uint4 kNoRow[kRowBytes / 16] = {};
 
-__device__ inline const uint8_t* from_lane(const uint8_t* address, int lane) {
-  return reinterpret_cast<const uint8_t*>(
-      __shfl_sync(0xFFFFFFFF, reinterpret_cast<unsigned long long>(address), lane));
-}
-
-// In place of rope channels that there are none of.
-static __device__ const uint4 kNoRope[8] = {};
-
-// Brings packed rows: those of warp threadIdx.x / 32 % 4 of each group, tile after tile.
-__device__ __forceinline__ void bring_rows(const RowParams& params, const ListedKeys& keys,
-                                           int begin, int end, SharedMemory& shared) {
+// Brings packed rows of the steps begin .. end, a quarter of each a warp. Looks those of 32 keys up
+// at a time.
+__device__ __forceinline__ void bring_rows(const ListedKeys& keys, int begin, int end,
+                                           SharedMemory& shared) {
+  constexpr int kTurn = 32 / kBringKeys;
   const int lane = threadIdx.x % 32;
   const int warp = one_of_warp(static_cast<int>(threadIdx.x) % kGroupThreads / 32);
-  const int key = warp * kWarpKeys + lane % kWarpKeys;
-  const auto find = [&](int tile, int32_t place) {
-    const uint8_t* const row = keys.address(tile, key, place).row;
-    if (row != nullptr) {
-#pragma unroll
-      for (int at = 0; at < kV32RowBytes; at += 128) cuda::prefetch_l2(row + at);
-    }
-    return row;
+  const int key = warp * kBringKeys + lane % kBringKeys, turn = lane / kBringKeys;
+  const auto block_of = [](int step) { return step / kBlockSteps; };
+  const auto key_of = [&](int step) { return step % kBlockSteps * kStepKeys + key; };
+  const auto place_of = [&](int step) {
+    return step < end ? keys.place(block_of(step), key_of(step)) : -1;
   };
-  if (begin >= end) return;
-  const uint8_t* row = find(begin, keys.place(begin, key));
-  int32_t next_place = begin + 1 < end ? keys.place(begin + 1, key) : -1;
+  const auto address_of = [&](int step, int32_t place) {
+    return step < end ? keys.address(block_of(step), key_of(step), place).row : nullptr;
+  };
+  const auto policy = cuda::cache_policy_once();
+  const int32_t first_place = place_of(begin + turn);
+  int32_t next_place = place_of(begin + kTurn + turn);
+  // The barriers are there; the others read queries behind it, so that slots come first.
+  cuda::sync_roles(kStart, all_threads(true));
+  const uint8_t* row = address_of(begin + turn, first_place);
 #pragma unroll 1
-  for (int i = begin; i < end; ++i) {
-    const int use = (i - begin) / kGroups;
-    GroupMemory& own = shared.groups[(i - begin) % kGroups];
-    if (use > 0) cuda::mbarrier_wait(own.empty[warp], use - 1);
-    const uint32_t present = present_rows(row);
-    if (lane < kWarpKeys) {
-      own.ropes[key] =
-          row != nullptr ? row + kV32RopeOffset : reinterpret_cast<const uint8_t*>(kNoRope);
+  for (int first = begin; first < end; first += kTurn) {
+    const auto* const from = row != nullptr ? row : reinterpret_cast<const uint8_t*>(kNoRow);
+#pragma unroll 1
+    for (int n = 0; n < kTurn && first + n < end; ++n) {
+      const int index = first + n - begin, place = index % kPlaces, use = index / kPlaces;
+      if (use > 0) cuda::mbarrier_wait(shared.empty[place], use - 1);
+      if (turn == n) shared.present[place][key] = row != nullptr;
+      __syncwarp();
+      if (lane == 0) cuda::mbarrier_arrive_expecting(shared.full[place], kBringKeys * kRowBytes);
+      __syncwarp();
+      if (turn == n) {
+        cuda::copy_bulk(shared.rows[place][key], from, kRowBytes, shared.full[place], policy);
+      }
     }
-    if (lane == 0) own.present[warp] = present;
-    const auto* const readable = static_cast<const uint8_t*>(params.queries.data);
-#pragma unroll 4
-    for (int n = 0; n < kWarpKeys; ++n) {
-      const uint8_t* const from = from_lane(row, n);
-      cuda::copy_async<16>(own.rows[warp * kWarpKeys + n] + 16 * lane,
-                           from != nullptr ? from + 16 * lane : readable, from != nullptr);
-    }
-    if (lane < kWarpKeys) {
-      cuda::copy_async<16>(own.rows[key] + kV32ScaleOffset,
-                           row != nullptr ? row + kV32ScaleOffset : readable, row != nullptr);
-    }
-    cuda::mbarrier_arrive_with_copies(own.full[warp]);
-    // Of what is not copied.
-    __syncwarp();
-    if (lane == 0) cuda::mbarrier_arrive(own.full[warp]);
-    if (i + 1 < end) row = find(i + 1, next_place);
-    next_place = i + 2 < end ? keys.place(i + 2, key) : -1;
+    row = address_of(first + kTurn + turn, next_place);
+    next_place = place_of(first + 2 * kTurn + turn);
   }
-  cuda::wait_for_copies();
 }
+
+// What a lane reads of the packed rows of a step.
+class PackedKeys {
+ public:
+  __device__ PackedKeys(const uint8_t (*rows)[kRowBytes], int warp) {
+    const int lane = threadIdx.x % 32;
+    codes_ = rows[lane / 4] + warp * kWarpChannels + lane % 4 * (kWarpChannels / 4);
+    scale_ = rows[lane / 4] + kV32ScaleOffset + 4 * warp;
+    rope_ = rows[lane / 4] + kV32RopeOffset + (warp * kRopeChannels + lane % 4 * 4) * 2;
+  }
+
+  // Of key g + 8 n.
+  __device__ void open(int n) {
+    const int at = 8 * n * kRowBytes;
+    low_[n % 2] = *reinterpret_cast<const uint4*>(codes_ + at);
+    high_[n % 2] = *reinterpret_cast<const uint4*>(codes_ + at + 16);
+    scales_[n % 2] = *reinterpret_cast<const float*>(scale_ + at);
+    ropes_[n % 2] = *reinterpret_cast<const uint2*>(rope_ + at);
+  }
+  __device__ uint2 channels(int n, int step) const {
+    const uint4& of = step < 4 ? low_[n % 2] : high_[n % 2];
+    const int i = step % 4;
+    return cuda::decode4(i == 0 ? of.x : i == 1 ? of.y : i == 2 ? of.z : of.w, scales_[n % 2]);
+  }
+  __device__ uint2 rope(int n) const { return ropes_[n % 2]; }
+
+ private:
+  const uint8_t *codes_, *scale_, *rope_;
+  uint4 low_[2], high_[2];
+  float scales_[2];
+  uint2 ropes_[2];
+};
+
+// The same of rows as bf16.
+class StagedKeys {
+ public:
+  __device__ explicit StagedKeys(const StagedRows& rows) : rows_(rows) {}
+
+  __device__ void open(int) {}
+  __device__ uint2 channels(int n, int step) const {
+    return at(n, static_cast<int>(threadIdx.x) % 4 * (kWarpChannels / 4) + 4 * step);
+  }
+  __device__ uint2 rope(int n) const {
+    return at(n, kWarpChannels + static_cast<int>(threadIdx.x) % 4 * 4);
+  }
+
+ private:
+  __device__ uint2 at(int n, int channel) const {
+    return *reinterpret_cast<const uint2*>(&rows_.x[threadIdx.x % 32 / 4 + 8 * n][channel]);
+  }
+  const StagedRows& rows_;
+};
 
 // kPacked: all rows are v32 and start at multiples of 16 bytes. Others are read when they are
 // wanted, which is slow.
@@ -241,266 +242,246 @@ class GroupWork {
   __device__ GroupWork(const RowParams& params, const ListedKeys& keys, int group,
                        SharedMemory& shared)
       : params_(params), keys_(keys), shared_(shared), own_(shared.groups[group]), group_(group) {
-    const int lane = threadIdx.x % 32;
     warp_ = one_of_warp(static_cast<int>(threadIdx.x) % kGroupThreads / 32);
-    value_at_ = cuda::panel_offset(warp_ * kWarpKeys + lane % 16, lane / 16);
   }
 
-  // The tiles begin, begin + kGroups, .. < end.
+  // Queries of `heads` heads, zeros past them.
+  __device__ __forceinline__ void load_queries(int64_t t, int64_t first_head, int heads) {
+    const latent::Queries& queries = params_.queries;
+    const int64_t first = t * queries.row_stride + first_head * queries.head_stride;
+    // One branch, so that all of them are on their way at a time.
+    if (queries.is_fp8) {
+      load_queries<QueryKind::kFp8>(first, heads);
+    } else if (queries.aligned) {
+      load_queries<QueryKind::kAligned>(first, heads);
+    } else {
+      load_queries<QueryKind::kPlain>(first, heads);
+    }
+  }
+
+  // The steps begin + group, begin + group + kGroups, .. < end.
   __device__ __forceinline__ void run(int begin, int end) {
 #pragma unroll
-    for (WgmmaSums<32>& panel : sums_) panel = {};
-    softmax_.clear();
-#pragma unroll
-    for (float& x : largest_) x = kNegInf;
-    pin();
-    int use = 0;
+    for (MmaC& x : sums_) x = {};
+    reference_[0] = reference_[1] = largest_ = kNegInf;
+    sum_ = 0;
+    const int first = begin + group_;
 #pragma unroll 1
-    for (int i = begin; i < end; i += kGroups) {
-      WgmmaSums<16> logits;
-      uint32_t present;
+    for (int i = first; i < end; i += kGroups) {
+      const bool raises = i == first;
       if constexpr (kPacked) {
-        present = multiply_packed(use, logits);
+        const int place = (i - begin) % kPlaces;
+        cuda::mbarrier_wait(shared_.full[place], (i - begin) / kPlaces);
+        PackedKeys rows(shared_.rows[place], warp_);
+        const bool* const present = shared_.present[place];
+        multiply_keys<0>(rows, raises, present[own_key()], present[own_key() + 1]);
+        multiply_keys<1>(rows, raises, present[16 + own_key()], present[17 + own_key()]);
+        // The rows have been read.
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) cuda::mbarrier_arrive(shared_.empty[place]);
       } else {
-        present = multiply_any(i, use, logits);
+        const uint32_t present = stage_rows(i) >> own_key();
+        StagedKeys rows(shared_.staged[group_][warp_]);
+        multiply_keys<0>(rows, raises, (present & 1) != 0, (present & 2) != 0);
+        multiply_keys<1>(rows, raises, (present >> 16 & 1) != 0, (present >> 16 & 2) != 0);
       }
-      finish_logits(present, logits);
-      softmax_.add(logits, use, warp_, barrier(), own_.softmax, own_.weights[0], own_.weights[1],
-                   sums_);
-      multiply_values();
-      ++use;
     }
-    cuda::wgmma_wait<0>();
-    pin();
-    leave();
+    if (first >= end) return;
+    sync();
+    multiply_values<1>(false);
+  }
+
+  // Sums and states to shared memory, behind a barrier of both groups.
+  __device__ __forceinline__ void leave() {
+    const int lane = threadIdx.x % 32;
+    GroupSums& to = shared_.sums[group_];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int s = 0; s < kWarpSteps; ++s) {
+        const MmaC &low = sums_[2 * s], &high = sums_[2 * s + 1];
+        const int channel = warp_ * kWarpChannels + lane % 4 * (kWarpChannels / 4) + 4 * s;
+        *reinterpret_cast<float4*>(to.at(lane / 4 + 8 * half, channel)) = make_float4(
+            low.x[2 * half], low.x[2 * half + 1], high.x[2 * half], high.x[2 * half + 1]);
+      }
+    }
+    float sum = sum_, largest = largest_;
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+      sum += __shfl_xor_sync(0xFFFFFFFF, sum, step);
+      largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, step));
+    }
+    if (lane % 4 != 0) return;
+    own_.sum[warp_][lane / 4] = sum;
+    own_.largest[warp_][lane / 4] = largest;
+    own_.reference[warp_][lane / 4] = reference();
   }
 
  private:
-  __device__ int barrier() const { return 1 + group_; }
-  __device__ void sync() const { cuda::sync_some(barrier(), kGroupThreads); }
+  static constexpr int kSteps = kWarpSteps + (kHeadDim > kValueDim ? 1 : 0);
 
-  __device__ __forceinline__ void pin() {
-#pragma unroll
-    for (int p = 0; p < kValuePanels; ++p) cuda::wgmma_pin(sums_[p]);
-  }
+  __device__ void sync() const { cuda::sync_some(1 + group_, kGroupThreads); }
 
-  // The lane's 16 channels of a panel of two rows, as A of four steps.
-  struct Piece {
-    WgmmaA step[kStepsOfPanel];
+  // Of 16, the first of the two keys that the lane weighs.
+  __device__ int own_key() const { return warp_ % 2 * 8 + static_cast<int>(threadIdx.x) % 4 * 2; }
+  // Of the head that the lane weighs.
+  __device__ float reference() const { return warp_ < 2 ? reference_[0] : reference_[1]; }
 
-    __device__ void set(int half, const Channels& channels) {
-#pragma unroll
-      for (int s = 0; s < kStepsOfPanel; ++s) {
-        step[s].x[half] = channels.pair[2 * s];
-        step[s].x[2 + half] = channels.pair[2 * s + 1];
-      }
-    }
-  };
-  struct Codes {
-    uint4 row[2];
-  };
-
-  // `rows`: the lane's 16 channels of panel 0.
-  __device__ static Codes load_codes(const uint8_t* const (&rows)[2], int panel) {
-    const int at = panel * cuda::kPanelColumns;
-    return {*reinterpret_cast<const uint4*>(rows[0] + at),
-            *reinterpret_cast<const uint4*>(rows[1] + at)};
-  }
-  __device__ static void decode(const Codes& codes, const float (&scale)[2], Piece& piece) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint4& row = codes.row[half];
-      piece.set(half, Channels::of(latent::decode8(make_uint2(row.x, row.y), scale[half]),
-                                   latent::decode8(make_uint2(row.z, row.w), scale[half])));
-    }
-  }
-  __device__ void multiply_panel(const Piece& piece, int panel, WgmmaSums<16>& logits,
-                                 int keep_sums = 1) const {
-    const PanelMatrix queries =
-        cuda::panel_matrix(shared_.queries, kQueryPanelBytes).advanced(panel * kQueryPanelBytes);
-    cuda::wgmma_fence();
-#pragma unroll
-    for (int s = 0; s < kStepsOfPanel; ++s) {
-      cuda::wgmma<PanelSide::kRows>(logits, piece.step[s], queries.advanced(32 * s),
-                                    s > 0 ? 1 : keep_sums);
-    }
-    cuda::wgmma_commit();
-  }
-  // Behind the wait for its products: registers that they read have a use that comes later. Values
-  // keep the order of the columns.
-  __device__ void store_piece(const Piece& piece, int panel) const {
-    uint8_t* const to = own_.values[panel];
-#pragma unroll
-    for (int s = 0; s < kStepsOfPanel; ++s)
-      cuda::store_rows(to + (value_at_ ^ s << 5), piece.step[s].x);
-  }
-
-  // Logits of the tile, and its values in their place. Returns a bit for each key of the warp that
-  // there is.
-  __device__ __forceinline__ uint32_t multiply_packed(int use, WgmmaSums<16>& logits) {
+  template <QueryKind kKind>
+  __device__ __forceinline__ void load_queries(int64_t first, int heads) {
     const int lane = threadIdx.x % 32;
-    cuda::mbarrier_wait(own_.full[warp_], use);
-    const uint32_t present = own_.present[warp_];
-    const uint8_t *rows[2], *codes_of[2];
-    uint4 rope_words[2][2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int of_warp = row_key(lane / 4) + 8 * half;
-      const int key = warp_ * kWarpKeys + of_warp;
-      rows[half] = own_.rows[key];
-      codes_of[half] = rows[half] + lane % 4 * 16;
-      const auto* const words = reinterpret_cast<const uint4*>(own_.ropes[key]) + 2 * (lane % 4);
-      rope_words[half][0] = __ldg(words);
-      rope_words[half][1] = __ldg(words + 1);
-    }
-    float scale[2];
-    const auto load_scale = [&](int group) {
+      const int head = lane / 4 + 8 * half;
+      const int64_t of_head = first + head * params_.queries.head_stride;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        scale[half] = *reinterpret_cast<const float*>(rows[half] + kV32ScaleOffset + 4 * group);
+      for (int s = 0; s < kSteps; ++s) {
+        const int channel = s < kWarpSteps
+                                ? warp_ * kWarpChannels + lane % 4 * (kWarpChannels / 4) + 4 * s
+                                : kValueDim + warp_ * kRopeChannels + lane % 4 * 4;
+        uint2 value = make_uint2(0, 0);
+        if (head < heads) value = load_query<kKind>(params_.queries.data, of_head + channel);
+        queries_[s].x[half] = value.x;
+        queries_[s].x[2 + half] = value.y;
       }
-    };
-    // Two panels are on their way to the tensor cores.
-    Piece even, odd;
-    load_scale(0);
-    decode(load_codes(codes_of, 0), scale, even);
-    decode(load_codes(codes_of, 1), scale, odd);
-    load_scale(1);
-    Codes codes = load_codes(codes_of, 2);
-    cuda::wgmma_wait<0>();
-    pin();
-    // The values of the last tile are used up.
-    if (use > 0) sync();
-    multiply_panel(even, 0, logits, 0);
-    multiply_panel(odd, 1, logits);
+    }
+  }
+
+  // Reads rows of any kind, the warp's channels. Returns a bit for each row that there is.
+  __device__ __forceinline__ uint32_t stage_rows(int step) {
+    const int lane = threadIdx.x % 32;
+    const int block = step / kBlockSteps, key = step % kBlockSteps * kStepKeys + lane;
+    const RowLayout& layout = params_.layouts[keys_.is_primary(block) ? 0 : 1];
+    const LatentAddress row = keys_.address(block, key, keys_.place(block, key));
+    StagedRows& to = shared_.staged[group_][warp_];
+    __syncwarp();  // all have read the rows before
 #pragma unroll 1
-    for (int panel = 2; panel < kValuePanels; panel += 2) {
-      cuda::wgmma_wait<1>();
-      store_piece(even, panel - 2);
-      decode(codes, scale, even);
-      codes = load_codes(codes_of, panel + 1);
-      multiply_panel(even, panel, logits);
-      cuda::wgmma_wait<1>();
-      store_piece(odd, panel - 1);
-      decode(codes, scale, odd);
-      if (panel + 2 < kValuePanels) {
-        load_scale(panel / 2 + 1);
-        codes = load_codes(codes_of, panel + 2);
-      } else {
-        // The rows have been read.
-        __syncwarp();
-        if (lane == 0) cuda::mbarrier_arrive(own_.empty[warp_]);
-      }
-      multiply_panel(odd, panel + 1, logits);
+    for (int i = 0; i < kSteps * 16; i += 8) {
+      const int channel = i < kWarpChannels ? warp_ * kWarpChannels + i
+                                            : kValueDim + warp_ * kRopeChannels + i - kWarpChannels;
+      *reinterpret_cast<uint4*>(&to.x[lane][i]) = layout.aligned
+                                                      ? load_channels<true>(layout, row, channel)
+                                                      : load_channels<false>(layout, row, channel);
     }
-    cuda::wgmma_wait<1>();
-    store_piece(even, kValuePanels - 2);
-    Piece rope;
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      rope.set(half, Channels::of(rope_words[half][0], rope_words[half][1]));
-    multiply_panel(rope, kValuePanels, logits);
-    cuda::wgmma_wait<0>();
-    cuda::wgmma_pin(logits);
-    store_piece(odd, kValuePanels - 1);
+    const uint32_t present = __ballot_sync(0xFFFFFFFF, row.row != nullptr);
+    __syncwarp();
     return present;
   }
 
-  // The same with rows that are looked up and read here.
-  __device__ __forceinline__ uint32_t multiply_any(int tile, int use, WgmmaSums<16>& logits) {
-    const RowLayout& layout = params_.layouts[keys_.is_primary(tile) ? 0 : 1];
-    const int lane = threadIdx.x % 32;
-    const int key = warp_ * kWarpKeys + lane % kWarpKeys;
-    const LatentAddress found = keys_.address(tile, key, keys_.place(tile, key));
-    LatentAddress rows[2];
+  // Keys 16 kHalf .. + 15 of the step: logits and weights. Values of the 16 keys before are
+  // multiplied in between. With `raises` the step is the group's first one.
+  template <int kHalf, class Keys>
+  __device__ __forceinline__ void multiply_keys(Keys& keys, bool raises, bool first_present,
+                                                bool second_present) {
+    MmaC logits[2] = {};
+    keys.open(2 * kHalf);
+    keys.open(2 * kHalf + 1);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int of_warp = row_key(lane / 4) + 8 * half;
-      rows[half] = {from_lane(found.row, of_warp), from_lane(found.scales, of_warp)};
-    }
-#pragma unroll 1
-    for (int panel = 0; panel < kHeadDim / cuda::kPanelColumns; ++panel) {
-      Piece piece;
+    for (int s = 0; s < kSteps; ++s) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        piece.set(half, layout.aligned ? load_channels<true>(layout, rows[half], panel)
-                                       : load_channels<false>(layout, rows[half], panel));
+      for (int of_two = 0; of_two < 2; ++of_two) {
+        const int n = 2 * kHalf + of_two;
+        const uint2 channels = s < kWarpSteps ? keys.channels(n, s) : keys.rope(n);
+        cuda::mma(logits[of_two], queries_[s], {{channels.x, channels.y}});
+        if (s == kWarpSteps) continue;
+        values_[kHalf][2 * s].x[of_two] = cuda::turned(channels.x);
+        values_[kHalf][2 * s + 1].x[of_two] = cuda::turned(channels.y);
       }
-      cuda::wgmma_wait<0>();
-      pin();
-      // The values of the last tile are used up.
-      if (panel == 0 && use > 0) sync();
-      multiply_panel(piece, panel, logits, panel);
-      cuda::wgmma_wait<0>();
-      cuda::wgmma_pin(logits);
-      if (panel < kValuePanels) store_piece(piece, panel);
     }
-    return present_rows(found.row);
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      own_.logits[kHalf][warp_][n][lane] = make_float2(logits[n].x[0], logits[n].x[1]);
+      own_.logits[kHalf][warp_][2 + n][lane] = make_float2(logits[n].x[2], logits[n].x[3]);
+    }
+    sync();
+    // The first 16 keys of all have none before them.
+    if (kHalf == 1 || !raises) multiply_values<1 - kHalf>(raises);
+    add_up<kHalf>(first_present, second_present);
+    const bool grows = show_weights<kHalf>();
+    if (lane == 0) own_.votes[kHalf][warp_] = grows;
   }
 
-  // In units of log2; -inf where a key is absent.
-  __device__ __forceinline__ void finish_logits(uint32_t present, WgmmaSums<16>& logits) {
+  // The lane's logits from the parts of all warps in their order, in units of log2; -inf where a
+  // key is absent.
+  template <int kHalf>
+  __device__ __forceinline__ void add_up(bool first_present, bool second_present) {
+    const int lane = threadIdx.x % 32;
+    float2 sum = make_float2(0, 0);
+#pragma unroll
+    for (int w = 0; w < kGroupWarps; ++w) {
+      const float2 part = own_.logits[kHalf][w][warp_][lane];
+      sum.x += part.x;
+      sum.y += part.y;
+    }
     const latent::Scores& scores = params_.scores;
     const float unit = latent::logit_unit(scores);
     if (scores.logit_cap > 0) {
       const float scale = scores.logit_scale / scores.logit_cap;
-#pragma unroll
-      for (float& x : logits.x) x = latent::capped_fast(scale * x, scores.logit_cap);
+      sum.x = latent::capped_fast(scale * sum.x, scores.logit_cap);
+      sum.y = latent::capped_fast(scale * sum.y, scores.logit_cap);
     }
-    const uint32_t own = present >> row_key(threadIdx.x % 32 / 4);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      logits.x[i] = (own >> (i / 2 % 2 * 8) & 1) != 0 ? logits.x[i] * unit : kNegInf;
-      float& largest = largest_[i / 4 * 2 + i % 2];
-      largest = fmaxf(largest, logits.x[i]);
-    }
+    logits_[0] = first_present ? sum.x * unit : kNegInf;
+    logits_[1] = second_present ? sum.y * unit : kNegInf;
+    largest_ = fmaxf(largest_, fmaxf(logits_[0], logits_[1]));
   }
 
-  __device__ __forceinline__ void multiply_values() {
-    const PanelMatrix values = cuda::panel_matrix(own_.values, kValuePanelBytes);
-    const PanelMatrix weights = cuda::panel_matrix(own_.weights, 2 * kWeightBytes);
-    cuda::wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kKeys / 16; ++k) {
-#pragma unroll
-      for (int p = 0; p < kValuePanels; ++p) {
-        cuda::wgmma<PanelSide::kRows, 32, PanelSide::kColumns>(
-            sums_[p], values.advanced(p * kValuePanelBytes + k * 16 * cuda::kPanelRowBytes),
-            weights.advanced(32 * k), 1);
-      }
-    }
-    cuda::wgmma_commit();
+  // Weights of the lane's logits, for all warps behind a barrier. Returns whether a logit is too
+  // large for its reference.
+  template <int kHalf>
+  __device__ __forceinline__ bool show_weights() {
+    const float own = reference();
+    // While all logits are -inf, subtract 0: -inf minus -inf would be NaN.
+    const float base = own == kNegInf ? 0.0f : own;
+    const float low = cuda::exp2_fast(logits_[0] - base), high = cuda::exp2_fast(logits_[1] - base);
+    weight_sum_ = low + high;
+    own_.weights[kHalf][threadIdx.x % 32][warp_] = cuda::bf16_pair(low, high);
+    return __any_sync(0xFFFFFFFF, logits_[0] > own + kSlack || logits_[1] > own + kSlack);
   }
 
-  // Sums and states to shared memory.
-  __device__ __forceinline__ void leave() {
-    sync();  // the products of all warps have read the values
+  // Values of keys whose weights are there. Where a reference rises, the weights are shown once
+  // more and old sums shrink.
+  template <int kHalf>
+  __device__ __forceinline__ void multiply_values(bool raises) {
+    const bool(&votes)[kGroupWarps] = own_.votes[kHalf];
+    // Asked of all lanes, so that the compiler knows that they agree.
+    if (raises || __any_sync(0xFFFFFFFF, votes[0] || votes[1] || votes[2] || votes[3])) {
+      raise();
+      show_weights<kHalf>();
+      sync();
+    }
+    sum_ += weight_sum_;
+    const auto x = *reinterpret_cast<const uint4*>(own_.weights[kHalf][threadIdx.x % 32]);
+    const MmaA weights{{x.x, x.z, x.y, x.w}};
+#pragma unroll
+    for (int i = 0; i < 2 * kWarpSteps; ++i) cuda::mma(sums_[i], weights, values_[kHalf][i]);
+  }
+
+  // NaN is no largest logit: its weight is NaN, whatever became of it.
+  __device__ __forceinline__ void raise() {
     const int lane = threadIdx.x % 32;
-    GroupSums& to = own_.sums();
+    const float old = reference();
+    float largest = fmaxf(logits_[0], logits_[1]);
 #pragma unroll
-    for (int p = 0; p < kValuePanels; ++p) {
+    for (int step = 1; step < 4; step *= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, step));
+    }
+    if (lane % 4 == 0) own_.largest_of_keys[warp_][lane / 4] = largest;
+    sync();
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        // Column 16 warp + g + 8 h of the panel.
-        const int channel = 64 * p + lane / 8 * 16 + warp_ * 4 + i / 2 % 2 * 2 + lane / 4 % 2;
-        *to.at(ColumnSoftmax::lane_head(i / 4 * 2 + i % 2), channel) =
-            sums_[p].x[i] + sums_[p].x[i + 8];
+    for (int h = 0; h < 2; ++h) {
+      largest =
+          fmaxf(own_.largest_of_keys[2 * h][lane / 4], own_.largest_of_keys[2 * h + 1][lane / 4]);
+      if (!(largest > reference_[h] + kSlack)) continue;
+      const float shrink = cuda::exp2_fast(reference_[h] - largest);
+      reference_[h] = largest;
+#pragma unroll
+      for (MmaC& x : sums_) {
+        x.x[2 * h] *= shrink;
+        x.x[2 * h + 1] *= shrink;
       }
     }
-#pragma unroll
-    for (int h = 0; h < kPlaces; ++h) {
-      float sum = softmax_.sum[h], largest = largest_[h];
-#pragma unroll
-      for (int step = 4; step < 32; step *= 2) {
-        sum += __shfl_xor_sync(0xFFFFFFFF, sum, step);
-        largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, step));
-      }
-      if (lane >= 4) continue;
-      const int head = ColumnSoftmax::lane_head(h);
-      own_.sum[warp_][head] = sum;
-      own_.largest[warp_][head] = largest;
-      if (warp_ == 0) own_.reference[head] = softmax_.reference[h];
-    }
+    if (reference() != old) sum_ *= cuda::exp2_fast(old - reference());
   }
 
   const RowParams& params_;
@@ -508,22 +489,28 @@ class GroupWork {
   SharedMemory& shared_;
   GroupMemory& own_;
   int group_, warp_;
-  int value_at_;  // in a panel, of what the lane names to store a step
-  ColumnSoftmax softmax_;
-  float largest_[kPlaces];  // logits of the lane, in units of log2
-  WgmmaSums<32> sums_[kValuePanels];
+  MmaA queries_[kSteps];
+  MmaB values_[2][2 * kWarpSteps];  // of 16 keys each
+  MmaC sums_[2 * kWarpSteps];
+  float reference_[2];   // of the lane's heads
+  float sum_, largest_;  // of the head that the lane weighs, by its keys; in units of log2
+  float logits_[2];      // of the latest 16 keys, those that the lane weighs
+  float weight_sum_;     // of these, not yet in sum_
 };
 
 // By a thread per head: what both groups have, to a result or a part.
 __device__ inline void finish_states(const Target& to, SharedMemory& shared) {
   const int head = threadIdx.x;
   if (head >= kHeads || !to.has(head)) return;
+  const int warp = head / 8 * 2, of_warp = head % 8;  // that weighs it, and the next
   float largest = kNegInf, reference = kNegInf;
 #pragma unroll
   for (const GroupMemory& group : shared.groups) {
-    reference = fmaxf(reference, group.reference[head]);
+    reference = fmaxf(reference, group.reference[warp][of_warp]);
 #pragma unroll
-    for (const auto& of_warp : group.largest) largest = fmaxf(largest, of_warp[head]);
+    for (int n = 0; n < 2; ++n) {
+      largest = fmaxf(largest, group.largest[warp + n][of_warp]);
+    }
   }
   // While all are -inf, subtract 0: -inf minus -inf would be NaN.
   const float base = reference == kNegInf ? 0.0f : reference;
@@ -531,12 +518,13 @@ __device__ inline void finish_states(const Target& to, SharedMemory& shared) {
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
     const GroupMemory& group = shared.groups[g];
-    factors[g] = cuda::exp2_fast(group.reference[head] - base);
-    float of_group = 0;
+    const float of_group = group.reference[warp][of_warp];
+    factors[g] = cuda::exp2_fast(of_group - base);
+    float group_sum = 0;
 #pragma unroll
-    for (const auto& of_warp : group.sum) of_group += of_warp[head];
+    for (int n = 0; n < 2; ++n) group_sum += group.sum[warp + n][of_warp];
     // A group without a weight, or with nothing but NaN.
-    sum += group.reference[head] == kNegInf ? of_group : of_group * factors[g];
+    sum += of_group == kNegInf ? group_sum : group_sum * factors[g];
   }
   // From the reference, which may lag behind, to the maximum.
   const float shrink = reference == largest ? 1.0f : exp2f(reference - largest);
@@ -557,7 +545,7 @@ __device__ inline void leave_values(const Target& to, SharedMemory& shared) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       const auto at = [&](int g) {
-        return *reinterpret_cast<const float4*>(shared.groups[g].sums().at(head, channel + 4 * n));
+        return *reinterpret_cast<const float4*>(shared.sums[g].at(head, channel + 4 * n));
       };
       const float4 a = at(0), b = at(1);
       const float of_a = shared.factors[0][head], of_b = shared.factors[1][head];
@@ -570,41 +558,44 @@ __device__ inline void leave_values(const Target& to, SharedMemory& shared) {
 
 template <int kHeadDim, bool kPacked>
 __device__ __forceinline__ void attend_block(const RowParams& params, SharedMemory& shared) {
-  constexpr int kAllThreads = all_threads(kPacked);
   const int64_t t = blockIdx.x / params.head_groups, part = blockIdx.y;
   const int64_t first_head = static_cast<int64_t>(blockIdx.x % params.head_groups) * kHeads;
   const RowParts parts = params.parts(t);
   // An empty row has no part; its first block writes the zeros.
   if (part > 0 && part >= parts.num_parts) return;
   const bool is_result = parts.num_parts <= 1;
-  // Tiles are few enough for an int.
-  const auto begin = one_of_warp(static_cast<int>(is_result ? 0 : parts.first_block(part)));
-  const auto end =
-      one_of_warp(static_cast<int>(is_result ? parts.num_blocks : parts.first_block(part + 1)));
+  // Steps are few enough for an int.
+  const auto begin =
+      one_of_warp(kBlockSteps * static_cast<int>(is_result ? 0 : parts.first_block(part)));
+  const auto end = one_of_warp(
+      kBlockSteps * static_cast<int>(is_result ? parts.num_blocks : parts.first_block(part + 1)));
   const ListedKeys keys{params.segments, parts, t};
   const int group = one_of_warp(static_cast<int>(threadIdx.x) / kGroupThreads);
-  if (threadIdx.x == 0) {
-    for (GroupMemory& of : shared.groups) {
-      for (Mbarrier& full : of.full) cuda::mbarrier_init(full, 32 + 1);
-      for (Mbarrier& empty : of.empty) cuda::mbarrier_init(empty, 1);
-    }
-  }
-  const int64_t heads_left = params.outputs.num_heads - first_head;
-  load_queries<kHeadDim, kAllThreads>(params.queries, t, first_head,
-                                      static_cast<int>(heads_left < kHeads ? heads_left : kHeads),
-                                      shared);
-  cuda::shared_stores_before_wgmma();
-  __syncthreads();
   if constexpr (kPacked) {
     if (group == kGroups) {
       cuda::give_registers<kBringRegisters>();
-      bring_rows(params, keys, begin, end, shared);
+      bring_rows(keys, begin, end, shared);
       return;
     }
+    if (threadIdx.x == 0) {
+      for (Mbarrier& full : shared.full) cuda::mbarrier_init(full, kGroupWarps);
+      for (Mbarrier& empty : shared.empty) cuda::mbarrier_init(empty, kGroupWarps);
+      cuda::show_barriers_to_copies();
+    }
     cuda::take_registers<kGroupRegisters>();
+    cuda::sync_roles(kStart, all_threads(true));
   }
-  GroupWork<kHeadDim, kPacked>(params, keys, group, shared).run(begin + group, end);
-  const Target to{params, t, part, first_head, is_result};
+  const int64_t heads_left = params.outputs.num_heads - first_head;
+  GroupWork<kHeadDim, kPacked> work(params, keys, group, shared);
+  work.load_queries(t, first_head, static_cast<int>(heads_left < kHeads ? heads_left : kHeads));
+  work.run(begin, end);
+  // Computed once more, which is cheaper than registers.
+  const auto block = static_cast<unsigned>(cuda::computed_here(static_cast<int>(blockIdx.x)));
+  const Target to{params, block / params.head_groups, blockIdx.y,
+                  static_cast<int64_t>(block % params.head_groups) * kHeads, is_result};
+  // All rows have been read.
+  cuda::sync_roles(kBothGroups, kThreads);
+  work.leave();
   cuda::sync_roles(kBothGroups, kThreads);
   finish_states(to, shared);
   cuda::sync_roles(kBothGroups, kThreads);

@@ -47,6 +47,15 @@ inline uint32_t pair_of(bf16_t low, bf16_t high) {
 }
 inline uint32_t pair_at(const bf16_t* from) { return pair_of(from[0], from[1]); }
 
+inline uint32_t turned(uint32_t pair) {
+  const test::gpu::Exchange<uint32_t> shown(pair);
+  const unsigned row = threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
+  const auto at = [&](unsigned r) {
+    return shown.from(r * 4 + row / 2) >> (16 * (row % 2)) & 0xFFFF;
+  };
+  return at(column) | at(column + 1) << 16;
+}
+
 inline MmaA load_a(const bf16_t* tile, int stride) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   test::gpu::need_alignment(tile + lane % 16 * stride + lane / 16 * 8, 16);
