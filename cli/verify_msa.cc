@@ -201,7 +201,10 @@ void add_verify_msa(std::vector<VerifyOperator>& list) {
   list.push_back({"msa_score_select", make_score_select_cases, {}, nullptr});
   list.push_back({"msa_attend",
                   make_attend_cases,
-                  {{"out", kBf16NormalProductTolerance}, {"lse", kFp32Tolerance}},
+                  {{"out", kBf16NormalProductTolerance, "cuda_sm90"},
+                   {"out", kBf16NormalProductTolerance, "cuda_sm90_decode"},
+                   {"out", kBf16ProductTolerance},
+                   {"lse", kFp32Tolerance}},
                   nullptr});
 }
 

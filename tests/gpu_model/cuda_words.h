@@ -112,11 +112,6 @@ inline uint32_t __reduce_add_sync(uint32_t, uint32_t value) {
   return sum;
 }
 inline int __reduce_min_sync(uint32_t mask, int value) { return ~__reduce_max_sync(mask, ~value); }
-inline uint32_t __reduce_or_sync(uint32_t, uint32_t value) {
-  const fovea::test::gpu::Exchange<uint32_t> shown(value);
-  for (unsigned i = 0; i < 32; ++i) value |= shown.from(i);
-  return value;
-}
 inline uint32_t __ballot_sync(uint32_t, bool value) {
   const fovea::test::gpu::Exchange<bool> shown(value);
   uint32_t bits = 0;

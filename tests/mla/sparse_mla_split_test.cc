@@ -31,7 +31,6 @@ class SparseMlaSplitTest : public test::TargetTest {
   Outputs run(SparseMlaCase& test_case, int threads = 1) {
     return test_case.run(options(), threads);
   }
-  bool is_ref() const { return GetParam().implementation == "ref"; }
   bool follows_plans() const { return GetParam().implementation.starts_with("cpu"); }
 };
 INSTANTIATE_TEST_SUITE_P(Targets, SparseMlaSplitTest,

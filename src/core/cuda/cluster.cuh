@@ -34,7 +34,7 @@ __device__ inline uint32_t cluster_address(const void* own, uint32_t rank) {
   return address;
 }
 
-/// Counts what other blocks send into the shared memory of this one, once.
+/// Counts what blocks of the cluster send into the shared memory of this one, phase after phase.
 struct Inbox {
   uint64_t state;
 };

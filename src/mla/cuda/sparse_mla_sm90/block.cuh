@@ -24,7 +24,6 @@ using latent::Scores;
 using latent::Target;
 
 inline constexpr int kPanelBytes = kHeads * cuda::kPanelRowBytes;
-inline constexpr int kTileBytes = kTilePanels * kPanelBytes;
 
 struct Params : latent::RowParams {
   RowPlaces places[2];  // of the segments

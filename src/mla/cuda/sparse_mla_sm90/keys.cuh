@@ -50,8 +50,8 @@ __device__ inline const uint8_t* at_place(const uint8_t* base, uint32_t place) {
   return base + 8 * static_cast<uint64_t>(place);
 }
 
-// 2^(code - 127) of the scales of v4. 0 is
-// below the normal range, 255 is NaN. No branch, no call.
+// 2^(code - 127) of the scales of v4: of 0, which is below the normal range, too; 255 is NaN. No
+// branch, no call.
 __device__ inline float v4_scale_value(uint32_t code) {
   const uint32_t bits = max(code << 23, 0x00400000u);
   return __uint_as_float(bits == 0x7F800000u ? 0x7FC00000u : bits);
