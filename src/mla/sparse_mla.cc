@@ -280,22 +280,14 @@ bool all_rows_are_v32(const SparseMlaProblem& problem) {
   return problem.row_format == RowFormat::kV32 && *problem.extra_row_format == RowFormat::kV32;
 }
 
-// So few that parts of a row on all multiprocessors decide, not how many heads a product takes.
-bool has_few_rows(const SparseMlaProblem& problem) { return problem.max_rows <= 1; }
-
 }  // namespace
 
 Refusal sparse_mla_cuda_sm90_few_heads_preferred(const SparseMlaProblem& problem) {
-  // Blocks of 16 heads, so that more heads repeat the decoding: two run at a time up to 64 rows.
-  if (problem.num_heads > (problem.max_rows <= 64 ? 32 : 16)) {
-    return "multiplies 16 heads, got num_heads " + std::to_string(problem.num_heads) +
-           " (2048 v32 slots, 32 heads: 64 rows 75.8 us, cuda_sm90 84.1; 128 rows 146, 129)";
+  // Blocks of 16 heads, so that more heads repeat the decoding; two are still faster than 64 heads.
+  if (problem.num_heads > 32) {
+    return "multiplies 16 heads, got num_heads " + std::to_string(problem.num_heads);
   }
   if (!all_rows_are_v32(problem)) return "is made for v32 rows";
-  if (has_few_rows(problem)) {
-    return "is made for more rows, got max_rows " + std::to_string(problem.max_rows) +
-           " (2048 v32 slots, 16 heads: 1 row 20.2 us, cuda_sm90 18.6; 4 rows 20.9, 23.8)";
-  }
   return {};
 }
 
@@ -328,7 +320,7 @@ Refusal sparse_mla_cuda_sm90_rows_preferred(const SparseMlaProblem& problem) {
 }
 
 Refusal sparse_mla_cuda_sm90_preferred(const SparseMlaProblem& problem) {
-  if (problem.num_heads <= 16 && !(all_rows_are_v32(problem) && has_few_rows(problem))) {
+  if (problem.num_heads <= 16) {
     return "multiplies 64 heads, got num_heads " + std::to_string(problem.num_heads) +
            " (128 rows of 2048 v32 slots, 16 heads: 173 us, cuda_portable 176: no gain)";
   }

@@ -8,7 +8,7 @@
 // multiprocessor, two groups of four warps that have a step of 32 keys each in turn.
 //
 //   registers  3 warpgroups of 128 threads at 168 (the launch), 504 for a thread of each: 232 twice
-//              (64 sums of values, 64 of values of 32 keys, 36 of queries, 8 logits, 16 codes), 40
+//              (64 sums of values, 64 of values of 32 keys, 36 of queries, 16 logits, 16 codes), 40
 //              where rows are brought
 //   shared     packed rows of 256 keys                                 167,936
 //              logits of the channels of each warp, of 2 groups         16,384
@@ -18,6 +18,7 @@ namespace fovea::internal::sparse_few_heads_sm90 {
 
 inline constexpr int kHeads = 16;
 inline constexpr int kStepKeys = 32;
+inline constexpr int kKeyBlocks = kStepKeys / 8;  // of a step; a warp weighs one each
 inline constexpr int kValueDim = 512;
 
 inline constexpr int kGroups = 2;
@@ -40,7 +41,7 @@ inline constexpr int kRopeChannels = static_cast<int>(kV32RopeDim) / kGroupWarps
 
 // Barriers of the block by number; 1 and 2 are those of the groups.
 inline constexpr int kBothGroups = 3;
-inline constexpr int kStart = 4;  // slots are asked for, the barriers of rows are there
+inline constexpr int kStart = 4;  // the barriers of rows, for those that bring them
 
 // A row is an odd number of 16-byte units: lanes of neighbouring rows meet all banks.
 inline constexpr int kRowBytes = static_cast<int>(kV32RowBytes);

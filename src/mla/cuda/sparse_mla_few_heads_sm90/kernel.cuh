@@ -16,19 +16,18 @@
 // A block takes 16 heads of one row and one part of its list, a step of 32 slots at a time. Its
 // warpgroups:
 //
-//   0, 1 sums  a step each in turn, 16 keys of it at a time. A warp has 128 channels of the values
-//              and 16 others. It decodes those of all keys, once: B of the logits as they are, and
-//              turned over B of the values. The four warps add up their parts of the logits, each
-//              for 8 heads and 8 keys, weigh them and show the weights to the others, who use them
-//              when they have decoded the next 16 keys
-//   2, rows    looks slots up and copies rows to shared memory, 8 of a step a warp
+//   0, 1 sums  a step each in turn, so that one's exchange runs beside the other's arithmetic. A
+//              warp has 128 channels of the values and 16 others. It decodes those of all keys of
+//              the step, once: B of the logits as they are, and turned over B of the values. The
+//              four warps add up their parts of the logits, each for 8 keys, weigh them and show
+//              the weights to the others
+//   2, rows    looks slots up and copies rows to shared memory, a quarter of a step a warp
 //
 // Lane (g, c) = (lane / 4, lane % 4) of warp w has:
 //   queries    heads g and g + 8; channels 128 w + 32 c .. + 31 of the values, 4 a product, and
 //              16 w + 4 c .. + 3 of the others
-//   keys       g and g + 8 of 16; the same channels
-//   logits     heads g and g + 8, keys 2 c and the next of each 8; when they are added up, head
-//              g + w / 2 * 8, keys w % 2 * 8 + 2 c and the next
+//   keys       g, g + 8, ..; the same channels
+//   logits     heads g and g + 8; keys 2 c and the next of 8; by all warps, then by one
 //   sums       heads g and g + 8; the same channels
 namespace fovea::internal::sparse_few_heads_sm90 {
 
@@ -46,9 +45,6 @@ inline constexpr float kLn2 = 0.693147181f;
 // steps change old sums.
 inline constexpr float kSlack = 8;
 
-// Of a block of slots.
-inline constexpr int kBlockSteps = static_cast<int>(kBlockSlots) / kStepKeys;
-
 // The exchange tells the compiler that it is the same in all lanes.
 __device__ inline int one_of_warp(int x) { return __shfl_sync(0xFFFFFFFF, x, 0); }
 
@@ -65,15 +61,19 @@ struct StagedRows {
   alignas(16) bf16_t x[kStepKeys][kWarpChannels + kRopeChannels + 8];
 };
 
-// Of 16 keys in turn, warp w weighs 8 heads and 8 keys.
+// Of a block of slots.
+inline constexpr int kBlockSteps = static_cast<int>(kBlockSlots) / kStepKeys;
+
+// A unit are 8 keys of a step, those that warp `unit` weighs.
+static_assert(kKeyBlocks == kGroupWarps);
 struct GroupMemory {
-  float2 logits[2][kGroupWarps][kGroupWarps][32];    // of a warp's channels, by who weighs them
-  alignas(16) uint32_t weights[2][32][kGroupWarps];  // A of the values, by lanes
-  bool votes[2][kGroupWarps];  // whether a logit is too large for its reference
-  float largest_of_keys[kGroupWarps][8];
-  float reference[kGroupWarps][8];  // in units of log2
-  float largest[kGroupWarps][8];
-  float sum[kGroupWarps][8];
+  float4 logits[kGroupWarps][kGroupWarps][32];  // of a warp's channels, by units and lanes
+  uint2 weights[kGroupWarps][32];               // by units, for A of the values
+  float reference[kGroupWarps][16];             // in units of log2
+  float largest[kGroupWarps][16];
+  float step_largest[kGroupWarps][16];
+  float sum[kGroupWarps][16];
+  bool votes[kGroupWarps];  // whether a logit is too large for its reference
 };
 
 struct SharedMemory {
@@ -82,9 +82,9 @@ struct SharedMemory {
     StagedRows staged[kGroups][kGroupWarps];
     GroupSums sums[kGroups];
   };
-  bool present[kPlaces][kStepKeys];  // which of these rows there are
+  alignas(16) bool present[kPlaces][kStepKeys];  // which of these rows there are
   Mbarrier full[kPlaces], empty[kPlaces];
-  alignas(16) GroupMemory groups[kGroups];
+  GroupMemory groups[kGroups];
   float factors[kGroups][kHeads];  // what sums are multiplied with
 };
 
@@ -142,8 +142,8 @@ static __device__ const uint4 kNoRow[kRowBytes / 16] = {};
 
 // Brings packed rows of the steps begin .. end, a quarter of each a warp. Looks those of 32 keys up
 // at a time.
-__device__ __forceinline__ void bring_rows(const ListedKeys& keys, int begin, int end,
-                                           SharedMemory& shared) {
+__device__ __forceinline__ void bring_rows(const RowParams& params, const ListedKeys& keys,
+                                           int begin, int end, SharedMemory& shared) {
   constexpr int kTurn = 32 / kBringKeys;
   const int lane = threadIdx.x % 32;
   const int warp = one_of_warp(static_cast<int>(threadIdx.x) % kGroupThreads / 32);
@@ -157,11 +157,10 @@ __device__ __forceinline__ void bring_rows(const ListedKeys& keys, int begin, in
     return step < end ? keys.address(block_of(step), key_of(step), place).row : nullptr;
   };
   const auto policy = cuda::cache_policy_once();
-  const int32_t first_place = place_of(begin + turn);
+  const uint8_t* row = address_of(begin + turn, place_of(begin + turn));
   int32_t next_place = place_of(begin + kTurn + turn);
-  // The barriers are there; the others read queries behind it, so that slots come first.
-  cuda::sync_roles(kStart, all_threads(true));
-  const uint8_t* row = address_of(begin + turn, first_place);
+  // The barriers are there.
+  cuda::sync_some(kStart, 32 + kGroupThreads);
 #pragma unroll 1
   for (int first = begin; first < end; first += kTurn) {
     const auto* const from = row != nullptr ? row : reinterpret_cast<const uint8_t*>(kNoRow);
@@ -263,32 +262,39 @@ class GroupWork {
   __device__ __forceinline__ void run(int begin, int end) {
 #pragma unroll
     for (MmaC& x : sums_) x = {};
-    reference_[0] = reference_[1] = largest_ = kNegInf;
-    sum_ = 0;
-    const int first = begin + group_;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      reference_[h] = kNegInf;
+      largest_[h] = kNegInf;
+      sum_[h] = 0;
+    }
 #pragma unroll 1
-    for (int i = first; i < end; i += kGroups) {
-      const bool raises = i == first;
+    for (int i = begin + group_; i < end; i += kGroups) {
+      bool present[2];  // keys 2 c and the next
+      MmaC logits[kKeyBlocks] = {};
+      const int key = warp_ * 8 + static_cast<int>(threadIdx.x) % 4 * 2;
       if constexpr (kPacked) {
         const int place = (i - begin) % kPlaces;
         cuda::mbarrier_wait(shared_.full[place], (i - begin) / kPlaces);
+        present[0] = shared_.present[place][key];
+        present[1] = shared_.present[place][key + 1];
         PackedKeys rows(shared_.rows[place], warp_);
-        const bool* const present = shared_.present[place];
-        multiply_keys<0>(rows, raises, present[own_key()], present[own_key() + 1]);
-        multiply_keys<1>(rows, raises, present[16 + own_key()], present[17 + own_key()]);
+        multiply_keys(rows, logits);
         // The rows have been read.
         __syncwarp();
         if (threadIdx.x % 32 == 0) cuda::mbarrier_arrive(shared_.empty[place]);
       } else {
-        const uint32_t present = stage_rows(i) >> own_key();
+        const uint32_t rows_there = stage_rows(i);
+        present[0] = (rows_there >> key & 1) != 0;
+        present[1] = (rows_there >> (key + 1) & 1) != 0;
         StagedKeys rows(shared_.staged[group_][warp_]);
-        multiply_keys<0>(rows, raises, (present & 1) != 0, (present & 2) != 0);
-        multiply_keys<1>(rows, raises, (present >> 16 & 1) != 0, (present >> 16 & 2) != 0);
+        multiply_keys(rows, logits);
       }
+      MmaC own = add_up(logits);
+      finish_logits(present, own);
+      weigh(own, i == begin + group_);
+      multiply_values();
     }
-    if (first >= end) return;
-    sync();
-    multiply_values<1>(false);
   }
 
   // Sums and states to shared memory, behind a barrier of both groups.
@@ -297,24 +303,25 @@ class GroupWork {
     GroupSums& to = shared_.sums[group_];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      const int head = lane / 4 + 8 * half;
 #pragma unroll
       for (int s = 0; s < kWarpSteps; ++s) {
         const MmaC &low = sums_[2 * s], &high = sums_[2 * s + 1];
         const int channel = warp_ * kWarpChannels + lane % 4 * (kWarpChannels / 4) + 4 * s;
-        *reinterpret_cast<float4*>(to.at(lane / 4 + 8 * half, channel)) = make_float4(
+        *reinterpret_cast<float4*>(to.at(head, channel)) = make_float4(
             low.x[2 * half], low.x[2 * half + 1], high.x[2 * half], high.x[2 * half + 1]);
       }
-    }
-    float sum = sum_, largest = largest_;
+      float sum = sum_[half], largest = largest_[half];
 #pragma unroll
-    for (int step = 1; step < 4; step *= 2) {
-      sum += __shfl_xor_sync(0xFFFFFFFF, sum, step);
-      largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, step));
+      for (int step = 1; step < 4; step *= 2) {
+        sum += __shfl_xor_sync(0xFFFFFFFF, sum, step);
+        largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, step));
+      }
+      if (lane % 4 != 0) continue;
+      own_.sum[warp_][head] = sum;
+      own_.largest[warp_][head] = largest;
+      own_.reference[warp_][head] = reference_[half];
     }
-    if (lane % 4 != 0) return;
-    own_.sum[warp_][lane / 4] = sum;
-    own_.largest[warp_][lane / 4] = largest;
-    own_.reference[warp_][lane / 4] = reference();
   }
 
  private:
@@ -322,14 +329,10 @@ class GroupWork {
 
   __device__ void sync() const { cuda::sync_some(1 + group_, kGroupThreads); }
 
-  // Of 16, the first of the two keys that the lane weighs.
-  __device__ int own_key() const { return warp_ % 2 * 8 + static_cast<int>(threadIdx.x) % 4 * 2; }
-  // Of the head that the lane weighs.
-  __device__ float reference() const { return warp_ < 2 ? reference_[0] : reference_[1]; }
-
   template <QueryKind kKind>
   __device__ __forceinline__ void load_queries(int64_t first, int heads) {
     const int lane = threadIdx.x % 32;
+    uint2 value[kSteps][2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int head = lane / 4 + 8 * half;
@@ -339,16 +342,21 @@ class GroupWork {
         const int channel = s < kWarpSteps
                                 ? warp_ * kWarpChannels + lane % 4 * (kWarpChannels / 4) + 4 * s
                                 : kValueDim + warp_ * kRopeChannels + lane % 4 * 4;
-        uint2 value = make_uint2(0, 0);
-        if (head < heads) value = load_query<kKind>(params_.queries.data, of_head + channel);
-        queries_[s].x[half] = value.x;
-        queries_[s].x[2 + half] = value.y;
+        value[s][half] = make_uint2(0, 0);
+        if (head < heads) {
+          value[s][half] = load_query<kKind>(params_.queries.data, of_head + channel);
+        }
       }
+    }
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      queries_[s] = {{value[s][0].x, value[s][1].x, value[s][0].y, value[s][1].y}};
     }
   }
 
   // Reads rows of any kind, the warp's channels. Returns a bit for each row that there is.
   __device__ __forceinline__ uint32_t stage_rows(int step) {
+    static_assert(kStepKeys == 32);
     const int lane = threadIdx.x % 32;
     const int block = step / kBlockSteps, key = step % kBlockSteps * kStepKeys + lane;
     const RowLayout& layout = params_.layouts[keys_.is_primary(block) ? 0 : 1];
@@ -368,110 +376,122 @@ class GroupWork {
     return present;
   }
 
-  // Keys 16 kHalf .. + 15 of the step: logits and weights. Values of the 16 keys before are
-  // multiplied in between. With `raises` the step is the group's first one.
-  template <int kHalf, class Keys>
-  __device__ __forceinline__ void multiply_keys(Keys& keys, bool raises, bool first_present,
-                                                bool second_present) {
-    MmaC logits[2] = {};
-    keys.open(2 * kHalf);
-    keys.open(2 * kHalf + 1);
+  // Decodes the warp's channels, for the values too, and adds their products to the logits.
+  template <class Keys>
+  __device__ __forceinline__ void multiply_keys(Keys& keys, MmaC (&logits)[kKeyBlocks]) {
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
+    for (int n = 0; n < kKeyBlocks; n += 2) {
+      keys.open(n);
+      keys.open(n + 1);
 #pragma unroll
-      for (int of_two = 0; of_two < 2; ++of_two) {
-        const int n = 2 * kHalf + of_two;
-        const uint2 channels = s < kWarpSteps ? keys.channels(n, s) : keys.rope(n);
-        cuda::mma(logits[of_two], queries_[s], {{channels.x, channels.y}});
-        if (s == kWarpSteps) continue;
-        values_[kHalf][2 * s].x[of_two] = cuda::turned(channels.x);
-        values_[kHalf][2 * s + 1].x[of_two] = cuda::turned(channels.y);
+      for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+        for (int of_two = 0; of_two < 2; ++of_two) {
+          const uint2 channels =
+              s < kWarpSteps ? keys.channels(n + of_two, s) : keys.rope(n + of_two);
+          cuda::mma(logits[n + of_two], queries_[s], {{channels.x, channels.y}});
+          if (s == kWarpSteps) continue;
+          values_[n / 2][2 * s].x[of_two] = cuda::turned(channels.x);
+          values_[n / 2][2 * s + 1].x[of_two] = cuda::turned(channels.y);
+        }
       }
     }
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      own_.logits[kHalf][warp_][n][lane] = make_float2(logits[n].x[0], logits[n].x[1]);
-      own_.logits[kHalf][warp_][2 + n][lane] = make_float2(logits[n].x[2], logits[n].x[3]);
-    }
-    sync();
-    // The first 16 keys of all have none before them.
-    if (kHalf == 1 || !raises) multiply_values<1 - kHalf>(raises);
-    add_up<kHalf>(first_present, second_present);
-    const bool grows = show_weights<kHalf>();
-    if (lane == 0) own_.votes[kHalf][warp_] = grows;
   }
 
-  // The lane's logits from the parts of all warps in their order, in units of log2; -inf where a
-  // key is absent.
-  template <int kHalf>
-  __device__ __forceinline__ void add_up(bool first_present, bool second_present) {
+  // Logits of the warp's unit, from the parts of all warps in their order.
+  __device__ __forceinline__ MmaC add_up(const MmaC (&logits)[kKeyBlocks]) {
     const int lane = threadIdx.x % 32;
-    float2 sum = make_float2(0, 0);
+#pragma unroll
+    for (int unit = 0; unit < kGroupWarps; ++unit) {
+      const float(&x)[4] = logits[unit].x;
+      own_.logits[warp_][unit][lane] = make_float4(x[0], x[1], x[2], x[3]);
+    }
+    sync();
+    MmaC sum = {};
 #pragma unroll
     for (int w = 0; w < kGroupWarps; ++w) {
-      const float2 part = own_.logits[kHalf][w][warp_][lane];
-      sum.x += part.x;
-      sum.y += part.y;
+      const float4 part = own_.logits[w][warp_][lane];
+      sum.x[0] += part.x;
+      sum.x[1] += part.y;
+      sum.x[2] += part.z;
+      sum.x[3] += part.w;
     }
+    return sum;
+  }
+
+  // In units of log2; -inf where a key is absent.
+  __device__ __forceinline__ void finish_logits(const bool (&present)[2], MmaC& logits) {
     const latent::Scores& scores = params_.scores;
     const float unit = latent::logit_unit(scores);
     if (scores.logit_cap > 0) {
       const float scale = scores.logit_scale / scores.logit_cap;
-      sum.x = latent::capped_fast(scale * sum.x, scores.logit_cap);
-      sum.y = latent::capped_fast(scale * sum.y, scores.logit_cap);
-    }
-    logits_[0] = first_present ? sum.x * unit : kNegInf;
-    logits_[1] = second_present ? sum.y * unit : kNegInf;
-    largest_ = fmaxf(largest_, fmaxf(logits_[0], logits_[1]));
-  }
-
-  // Weights of the lane's logits, for all warps behind a barrier. Returns whether a logit is too
-  // large for its reference.
-  template <int kHalf>
-  __device__ __forceinline__ bool show_weights() {
-    const float own = reference();
-    // While all logits are -inf, subtract 0: -inf minus -inf would be NaN.
-    const float base = own == kNegInf ? 0.0f : own;
-    const float low = cuda::exp2_fast(logits_[0] - base), high = cuda::exp2_fast(logits_[1] - base);
-    weight_sum_ = low + high;
-    own_.weights[kHalf][threadIdx.x % 32][warp_] = cuda::bf16_pair(low, high);
-    return __any_sync(0xFFFFFFFF, logits_[0] > own + kSlack || logits_[1] > own + kSlack);
-  }
-
-  // Values of keys whose weights are there. Where a reference rises, the weights are shown once
-  // more and old sums shrink.
-  template <int kHalf>
-  __device__ __forceinline__ void multiply_values(bool raises) {
-    const bool(&votes)[kGroupWarps] = own_.votes[kHalf];
-    // Asked of all lanes, so that the compiler knows that they agree.
-    if (raises || __any_sync(0xFFFFFFFF, votes[0] || votes[1] || votes[2] || votes[3])) {
-      raise();
-      show_weights<kHalf>();
-      sync();
-    }
-    sum_ += weight_sum_;
-    const auto x = *reinterpret_cast<const uint4*>(own_.weights[kHalf][threadIdx.x % 32]);
-    const MmaA weights{{x.x, x.z, x.y, x.w}};
 #pragma unroll
-    for (int i = 0; i < 2 * kWarpSteps; ++i) cuda::mma(sums_[i], weights, values_[kHalf][i]);
+      for (float& x : logits.x) x = latent::capped_fast(scale * x, scores.logit_cap);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      logits.x[i] = present[i % 2] ? logits.x[i] * unit : kNegInf;
+      largest_[i / 2] = fmaxf(largest_[i / 2], logits.x[i]);
+    }
+  }
+
+  // Shows the weights of the warp's unit to the others; those of all are there behind it. Where a
+  // reference rises, old sums shrink.
+  __device__ __forceinline__ void weigh(const MmaC& logits, bool raises) {
+    const int lane = threadIdx.x % 32;
+    float step_sum[2];
+#pragma unroll 1
+    while (true) {
+      if (raises) raise(logits);
+      float weights[4];
+      bool grows = false;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float own = reference_[h];
+        // While all logits are -inf, subtract 0: -inf minus -inf would be NaN.
+        const float base = own == kNegInf ? 0.0f : own;
+#pragma unroll
+        for (int i = 2 * h; i < 2 * h + 2; ++i) {
+          grows = grows || logits.x[i] > own + kSlack;
+          weights[i] = cuda::exp2_fast(logits.x[i] - base);
+        }
+        step_sum[h] = weights[2 * h] + weights[2 * h + 1];
+      }
+      own_.weights[warp_][lane] = make_uint2(cuda::bf16_pair(weights[0], weights[1]),
+                                             cuda::bf16_pair(weights[2], weights[3]));
+      const bool vote = __any_sync(0xFFFFFFFF, grows);
+      if (!raises && lane == 0) own_.votes[warp_] = vote;
+      sync();
+      const bool(&votes)[kGroupWarps] = own_.votes;
+      // Asked of all lanes, so that the compiler knows that they agree.
+      if (raises || !__any_sync(0xFFFFFFFF, votes[0] || votes[1] || votes[2] || votes[3])) break;
+      raises = true;
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) sum_[h] += step_sum[h];
   }
 
   // NaN is no largest logit: its weight is NaN, whatever became of it.
-  __device__ __forceinline__ void raise() {
+  __device__ __forceinline__ void raise(const MmaC& logits) {
     const int lane = threadIdx.x % 32;
-    const float old = reference();
-    float largest = fmaxf(logits_[0], logits_[1]);
+    const float old[2] = {reference_[0], reference_[1]};
 #pragma unroll
-    for (int step = 1; step < 4; step *= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, step));
+    for (int h = 0; h < 2; ++h) {
+      float largest = fmaxf(logits.x[2 * h], logits.x[2 * h + 1]);
+#pragma unroll
+      for (int step = 1; step < 4; step *= 2) {
+        largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, step));
+      }
+      if (lane % 4 == 0) own_.step_largest[warp_][lane / 4 + 8 * h] = largest;
     }
-    if (lane % 4 == 0) own_.largest_of_keys[warp_][lane / 4] = largest;
     sync();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      largest =
-          fmaxf(own_.largest_of_keys[2 * h][lane / 4], own_.largest_of_keys[2 * h + 1][lane / 4]);
+      float largest = kNegInf;
+#pragma unroll
+      for (int n = 0; n < kKeyBlocks; ++n) {
+        largest = fmaxf(largest, own_.step_largest[n][lane / 4 + 8 * h]);
+      }
       if (!(largest > reference_[h] + kSlack)) continue;
       const float shrink = cuda::exp2_fast(reference_[h] - largest);
       reference_[h] = largest;
@@ -481,7 +501,21 @@ class GroupWork {
         x.x[2 * h + 1] *= shrink;
       }
     }
-    if (reference() != old) sum_ *= cuda::exp2_fast(old - reference());
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (reference_[h] != old[h]) sum_[h] *= cuda::exp2_fast(old[h] - reference_[h]);
+    }
+  }
+
+  __device__ __forceinline__ void multiply_values() {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < kKeyBlocks; n += 2) {
+      const uint2 low = own_.weights[n][lane], high = own_.weights[n + 1][lane];
+      const MmaA weights{{low.x, low.y, high.x, high.y}};
+#pragma unroll
+      for (int i = 0; i < 2 * kWarpSteps; ++i) cuda::mma(sums_[i], weights, values_[n / 2][i]);
+    }
   }
 
   const RowParams& params_;
@@ -490,26 +524,24 @@ class GroupWork {
   GroupMemory& own_;
   int group_, warp_;
   MmaA queries_[kSteps];
-  MmaB values_[2][2 * kWarpSteps];  // of 16 keys each
+  MmaB values_[kKeyBlocks / 2][2 * kWarpSteps];  // of the step
   MmaC sums_[2 * kWarpSteps];
-  float reference_[2];   // of the lane's heads
-  float sum_, largest_;  // of the head that the lane weighs, by its keys; in units of log2
-  float logits_[2];      // of the latest 16 keys, those that the lane weighs
-  float weight_sum_;     // of these, not yet in sum_
+  float reference_[2];  // of the lane's heads
+  float sum_[2];        // of those that the warp weighs, by the lane's keys
+  float largest_[2];    // of their logits, in units of log2
 };
 
 // By a thread per head: what both groups have, to a result or a part.
 __device__ inline void finish_states(const Target& to, SharedMemory& shared) {
   const int head = threadIdx.x;
   if (head >= kHeads || !to.has(head)) return;
-  const int warp = head / 8 * 2, of_warp = head % 8;  // that weighs it, and the next
   float largest = kNegInf, reference = kNegInf;
 #pragma unroll
   for (const GroupMemory& group : shared.groups) {
-    reference = fmaxf(reference, group.reference[warp][of_warp]);
+    reference = fmaxf(reference, group.reference[0][head]);
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      largest = fmaxf(largest, group.largest[warp + n][of_warp]);
+    for (int n = 0; n < kKeyBlocks; ++n) {
+      largest = fmaxf(largest, group.largest[n][head]);
     }
   }
   // While all are -inf, subtract 0: -inf minus -inf would be NaN.
@@ -518,11 +550,11 @@ __device__ inline void finish_states(const Target& to, SharedMemory& shared) {
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
     const GroupMemory& group = shared.groups[g];
-    const float of_group = group.reference[warp][of_warp];
+    const float of_group = group.reference[0][head];
     factors[g] = cuda::exp2_fast(of_group - base);
     float group_sum = 0;
 #pragma unroll
-    for (int n = 0; n < 2; ++n) group_sum += group.sum[warp + n][of_warp];
+    for (int n = 0; n < kKeyBlocks; ++n) group_sum += group.sum[n][head];
     // A group without a weight, or with nothing but NaN.
     sum += of_group == kNegInf ? group_sum : group_sum * factors[g];
   }
@@ -574,16 +606,20 @@ __device__ __forceinline__ void attend_block(const RowParams& params, SharedMemo
   if constexpr (kPacked) {
     if (group == kGroups) {
       cuda::give_registers<kBringRegisters>();
-      bring_rows(keys, begin, end, shared);
+      bring_rows(params, keys, begin, end, shared);
       return;
     }
-    if (threadIdx.x == 0) {
-      for (Mbarrier& full : shared.full) cuda::mbarrier_init(full, kGroupWarps);
-      for (Mbarrier& empty : shared.empty) cuda::mbarrier_init(empty, kGroupWarps);
-      cuda::show_barriers_to_copies();
+    if (threadIdx.x / 32 == 0) {
+      if (threadIdx.x == 0) {
+        for (Mbarrier& full : shared.full) cuda::mbarrier_init(full, kGroupWarps);
+        for (Mbarrier& empty : shared.empty) cuda::mbarrier_init(empty, kGroupWarps);
+        cuda::show_barriers_to_copies();
+      }
+      __syncwarp();
+      cuda::arrive_some(kStart, 32 + kGroupThreads);
     }
     cuda::take_registers<kGroupRegisters>();
-    cuda::sync_roles(kStart, all_threads(true));
+    cuda::sync_roles(kBothGroups, kThreads);
   }
   const int64_t heads_left = params.outputs.num_heads - first_head;
   GroupWork<kHeadDim, kPacked> work(params, keys, group, shared);
