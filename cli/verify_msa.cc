@@ -203,6 +203,7 @@ void add_verify_msa(std::vector<VerifyOperator>& list) {
                   make_attend_cases,
                   {{"out", kBf16NormalProductTolerance, "cuda_sm90"},
                    {"out", kBf16NormalProductTolerance, "cuda_sm90_decode"},
+                   {"out", kBf16NormalProductTolerance, "cuda_portable"},
                    {"out", kBf16ProductTolerance},
                    {"lse", kFp32Tolerance}},
                   nullptr});

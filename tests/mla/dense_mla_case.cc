@@ -185,7 +185,7 @@ DenseMlaOutputs DenseMlaCase::run(const DenseMlaProblem& problem, const DenseMla
   EXPECT_TRUE(out.gaps_untouched() && lse.gaps_untouched()) << "wrote between rows of an output";
   DenseMlaOutputs outputs;
   outputs.heads = problem.num_heads;
-  outputs.rounds_weights = rounds_weights("dense_mla", plan.implementation().name);
+  outputs.rounds_weights = rounds_weights(plan.implementation().name);
   outputs.out = to_doubles(tensors.out);
   outputs.lse = to_doubles(tensors.lse);
   for (const double value : outputs.out)

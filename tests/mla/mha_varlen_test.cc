@@ -107,8 +107,7 @@ class MhaVarlenTest : public test::TargetTest {
     Batch expected = batch;
     expected.run({"ref"});
     run(batch);
-    EXPECT_TRUE(batch.out_close_to(expected,
-                                   test::rounds_weights("mha_varlen", GetParam().implementation)));
+    EXPECT_TRUE(batch.out_close_to(expected, test::rounds_weights(GetParam().implementation)));
     EXPECT_TRUE(test::ExpectClose(batch.lse.view(), expected.lse.view(), test::kLse));
   }
 };
@@ -355,8 +354,7 @@ void check_random_problem(const test::Target& target) {
   Batch expected = batch;
   expected.run({"ref"});
   batch.run(target.options(), *rc::gen::inRange(1, 4));
-  const auto out =
-      batch.out_close_to(expected, test::rounds_weights("mha_varlen", target.implementation));
+  const auto out = batch.out_close_to(expected, test::rounds_weights(target.implementation));
   const auto lse = test::ExpectClose(batch.lse.view(), expected.lse.view(), test::kLse);
   if (!out) RC_FAIL(out.message());
   if (!lse) RC_FAIL(lse.message());

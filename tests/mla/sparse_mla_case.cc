@@ -523,7 +523,7 @@ Outputs SparseMlaCase::run(const SparseMlaProblem& problem, const SparseMlaTenso
 Outputs SparseMlaCase::outputs_of(const SparseMlaTensors& tensors,
                                   std::string_view implementation) {
   Outputs outputs;
-  outputs.rounds_weights = rounds_weights("sparse_mla", implementation);
+  outputs.rounds_weights = rounds_weights(implementation);
   outputs.out = to_doubles(tensors.out);
   outputs.lse = to_doubles(tensors.lse);
   outputs.max_logits = to_doubles(tensors.max_logits);

@@ -164,8 +164,7 @@ class SwaDecodeTest : public test::TargetTest {
   // `reference` with its magnitudes; of as many runs of the target.
   void expect_close(const Rig::Result& found, const Rig::Result& expected,
                     const Rig::Result& reference, int num_runs) {
-    const int num_rounded =
-        test::rounds_weights("swa_decode", GetParam().implementation) ? num_runs : 0;
+    const int num_rounded = test::rounds_weights(GetParam().implementation) ? num_runs : 0;
     EXPECT_TRUE(test::ExpectCloseOutputs(found.out, expected.out, reference.magnitude, num_rounded,
                                          test::kSparseFp8Out));
     EXPECT_TRUE(test::ExpectClose(found.lse, expected.lse, test::kSparseFp8Lse));

@@ -25,9 +25,7 @@ class MsaAttendModesTest : public test::TargetTest {
       GTEST_SKIP() << "takes kv_mode bf16 only";
   }
   void run(AttendCase& attend, int threads = 1) { attend.run(GetParam().options(), threads); }
-  static int num_rounded() {
-    return test::rounds_weights("msa_attend", GetParam().implementation) ? 1 : 0;
-  }
+  static int num_rounded() { return test::rounds_weights(GetParam().implementation) ? 1 : 0; }
   void expect_reference(AttendCase& attend, const test::Tolerance& tolerance) {
     AttendCase expected = attend;
     expected.run({"ref"});

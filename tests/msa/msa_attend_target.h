@@ -23,9 +23,7 @@ class AttendTargetTest : public TargetTest {
     return GetParam().options();
   }
   /// Of an output of the target.
-  static int num_rounded() {
-    return rounds_weights("msa_attend", GetParam().implementation) ? 1 : 0;
-  }
+  static int num_rounded() { return rounds_weights(GetParam().implementation) ? 1 : 0; }
   void expect_reference(AttendCase& attend, int threads = 1) {
     AttendCase expected = attend;
     expected.run({"ref"});

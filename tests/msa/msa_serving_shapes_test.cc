@@ -162,7 +162,7 @@ void expect_sampled_rows_equal_the_reference(const Device& device, const Shape& 
   test::run(reference, expected.tensors(k, v));
   EXPECT_TRUE(test::ExpectClose(seen.lse.view(), expected.lse.view(), test::kLse));
   const std::vector<double> out = test::to_doubles(expected.out.view());
-  const int num_rounded = test::rounds_weights("msa_attend", plan.implementation().name) ? 1 : 0;
+  const int num_rounded = test::rounds_weights(plan.implementation().name) ? 1 : 0;
   if (num_rounded > 0) {
     for (int64_t i = 0; i < batch.slots() * shape.kv_heads * kDim; ++i)
       v.data<bf16_t>()[i].bits &= 0x7FFF;

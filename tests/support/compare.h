@@ -37,11 +37,9 @@ inline testing::AssertionResult ExpectClose(const ConstTensorView& actual,
 }
 
 /// Whether an implementation of attention rounds each softmax weight to bf16 before it multiplies a
-/// value: those of GPUs, but one that takes it as the sum of two bf16. Sums of weights are of
-/// unrounded ones everywhere.
-inline bool rounds_weights(std::string_view op, std::string_view implementation) {
-  const bool takes_two = op == "msa_attend" && implementation == "cuda_portable";
-  return implementation.starts_with("cuda") && !takes_two;
+/// value: those of GPUs. Sums of weights are of unrounded ones everywhere.
+inline bool rounds_weights(std::string_view implementation) {
+  return implementation.starts_with("cuda");
 }
 
 /// Most that the output sum_j w_j v_j / sum_j w_j (times what a sink leaves) may be off where each

@@ -25,18 +25,6 @@ __device__ inline uint32_t bf16_pair(float low, float high) {
   return pair;
 }
 
-/// Two numbers, each as its bf16 and the bf16 of what that lacks.
-struct SplitPair {
-  uint32_t rounded;
-  uint32_t rest;
-
-  __device__ SplitPair(float low, float high) {
-    rounded = bf16_pair(low, high);
-    rest = bf16_pair(low - __uint_as_float(rounded << 16),
-                     high - __uint_as_float(rounded & 0xFFFF0000));
-  }
-};
-
 /// The values of two codes, the low one first.
 __device__ inline float2 e4m3_values(uint32_t codes) {
 #if __CUDA_ARCH__ >= 890

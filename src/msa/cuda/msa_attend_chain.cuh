@@ -24,9 +24,7 @@
 //           product j of a group m is channel 64 m + 8 g + j, so that sums of a head stand in
 //           16 neighbouring channels 64 m + 16 c .. + 15 of a lane
 //
-// A weight is the sum of two bf16: one alone would cost the output its last bit where few keys
-// carry the weight. The lower half times an infinite value would be NaN: a chain whose sums hold
-// NaN goes its way again without such products.
+// Weights are rounded to bf16 for the product with the values, their sums are not.
 namespace fovea::internal::msa {
 
 using cuda::kWarpThreads;
@@ -255,13 +253,6 @@ class StepWalk {
   int32_t end_token_;
 };
 
-// Zeros in place of what is not finite.
-__device__ inline uint32_t finite_pair(uint32_t pair) {
-  if ((pair & 0x7F80) == 0x7F80) pair &= 0xFFFF0000;
-  if ((pair & 0x7F800000) == 0x7F800000) pair &= 0x0000FFFF;
-  return pair;
-}
-
 // kDim: channels of values that a chain computes, and, unless kWide, of keys. kWide: keys and
 // queries of any width, read as they are needed.
 template <Stored kStored, int kDim, bool kWide>
@@ -294,8 +285,12 @@ class Chain {
   // Every lane has the state and its share of the values afterwards.
   __device__ void run(const MsaRow& row, const ListMemory& list, int first_step, int end_step,
                       ChainState& state, MmaC (&values)[kProducts]) const {
-    const StepWalk steps(params_, row, list, first_step, end_step);
-    go([&](bool careful) { walk(steps, careful, state, values); }, state, values);
+    walk({params_, row, list, first_step, end_step}, state, values);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      state.sum[half] += __shfl_xor_sync(0xFFFFFFFF, state.sum[half], 1);
+      state.sum[half] += __shfl_xor_sync(0xFFFFFFFF, state.sum[half], 2);
+    }
   }
 
   // Calls each(half, channel, values) for every 8 channels of its heads lane / 4 + 8 * half.
@@ -320,29 +315,6 @@ class Chain {
   }
 
  protected:
-  // walk(careful) fills state and values, a lane its share of the sums.
-  template <class Walk>
-  __device__ static void go(Walk walk, ChainState& state, MmaC (&values)[kProducts]) {
-    bool careful = false;
-    while (true) {
-      walk(careful);
-      if (careful) break;
-      bool nan = false;
-#pragma unroll
-      for (const MmaC& value : values) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) nan = nan || isnan(value.x[i]);
-      }
-      if (!__any_sync(0xFFFFFFFF, nan)) break;
-      careful = true;
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      state.sum[half] += __shfl_xor_sync(0xFFFFFFFF, state.sum[half], 1);
-      state.sum[half] += __shfl_xor_sync(0xFFFFFFFF, state.sum[half], 2);
-    }
-  }
-
   __device__ void load_queries(int first, MmaA (&queries)[2]) const {
     const uint4 low = load_query<kStored>(params_, t_, kv_head_, g_, first + 8 * c_);
     const uint4 high = load_query<kStored>(params_, t_, kv_head_, g_ + 8, first + 8 * c_);
@@ -472,16 +444,13 @@ class Chain {
     }
   }
 
-  template <bool kCareful>
   __device__ static void add_values(const MmaC (&weights)[2], const uint4 (&loaded)[kGroups][4],
                                     MmaC (&values)[kProducts]) {
-    MmaA rounded, rest;
+    MmaA a;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const MmaC& from = weights[i / 2];
-      const cuda::SplitPair pair(from.x[i % 2 * 2], from.x[i % 2 * 2 + 1]);
-      rounded.x[i] = pair.rounded;
-      rest.x[i] = pair.rest;
+      a.x[i] = cuda::bf16_pair(from.x[i % 2 * 2], from.x[i % 2 * 2 + 1]);
     }
 #pragma unroll
     for (int m = 0; m < kGroups; ++m) {
@@ -492,18 +461,16 @@ class Chain {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const uint32_t order = j % 2 == 0 ? 0x5410 : 0x7632;
-        MmaB b{{__byte_perm(word(0, j), word(1, j), order),
-                __byte_perm(word(2, j), word(3, j), order)}};
-        cuda::mma(values[8 * m + j], rounded, b);
-        if constexpr (kCareful) b = {{finite_pair(b.x[0]), finite_pair(b.x[1])}};
-        cuda::mma(values[8 * m + j], rest, b);
+        cuda::mma(values[8 * m + j], a,
+                  MmaB{{__byte_perm(word(0, j), word(1, j), order),
+                        __byte_perm(word(2, j), word(3, j), order)}});
       }
     }
   }
 
   // What a step adds: its products, and then its values, which are in registers.
   __device__ void add_step(const Step& step, MmaC (&logits)[2], const uint4 (&loaded)[kGroups][4],
-                           bool careful, ChainState& state, MmaC (&values)[kProducts]) const {
+                           ChainState& state, MmaC (&values)[kProducts]) const {
     float shrink[2];
     softmax(step, logits, state, shrink);
     if (__any_sync(0xFFFFFFFF, shrink[0] != 1 || shrink[1] != 1)) {
@@ -513,15 +480,11 @@ class Chain {
         for (int i = 0; i < 4; ++i) value.x[i] *= shrink[i / 2];
       }
     }
-    if (careful) {
-      add_values<true>(logits, loaded, values);
-    } else {
-      add_values<false>(logits, loaded, values);
-    }
+    add_values(logits, loaded, values);
   }
 
-  __device__ void walk(StepWalk steps, bool careful, ChainState& state,
-                       MmaC (&values)[kProducts]) const {
+  // Fills state and values, a lane its share of the sums.
+  __device__ void walk(StepWalk steps, ChainState& state, MmaC (&values)[kProducts]) const {
 #pragma unroll
     for (MmaC& value : values) value = {};
     state = {{kNegInf, kNegInf}, {0, 0}};
@@ -552,7 +515,7 @@ class Chain {
         // The keys of the next step arrive during the rest of this one.
         if (!steps.done()) load_keys(steps.step(), keys);
       }
-      add_step(step, logits, loaded, careful, state, values);
+      add_step(step, logits, loaded, state, values);
     }
   }
 

@@ -10,16 +10,6 @@ inline uint32_t bf16_pair(float low, float high) {
   return bf16_from_float(low).bits | static_cast<uint32_t>(bf16_from_float(high).bits) << 16;
 }
 
-struct SplitPair {
-  uint32_t rounded, rest;
-
-  SplitPair(float low, float high) {
-    rounded = bf16_pair(low, high);
-    rest = bf16_pair(low - __uint_as_float(rounded << 16),
-                     high - __uint_as_float(rounded & 0xFFFF0000));
-  }
-};
-
 inline float e4m3_value(uint32_t code) { return e4m3_to_float(static_cast<uint8_t>(code)); }
 
 inline uint2 decode4(uint32_t codes, float scale) {
