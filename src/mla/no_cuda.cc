@@ -74,6 +74,10 @@ void sparse_mla_cuda_sm90_rows(const SparseMlaProblem&, const Device&, const Spa
                                Workspace, Stream) {
   without_cuda("sparse_mla");
 }
+void sparse_mla_cuda_sm90_window(const SparseMlaProblem&, const Device&, const SparseMlaTensors&,
+                                 Workspace, Stream) {
+  without_cuda("sparse_mla");
+}
 size_t sparse_mla_cuda_sm90_workspace(const SparseMlaProblem&, const Device&) { return 0; }
 void sparse_mla_cuda_sm90(const SparseMlaProblem&, const Device&, const SparseMlaTensors&,
                           Workspace, Stream) {

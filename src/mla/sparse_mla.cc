@@ -31,6 +31,9 @@ constexpr internal::Implementation<SparseMlaProblem, SparseMlaTensors> kImplemen
     {"cuda_sm90_rows", DeviceKind::kCuda, internal::cuda_sm90_available,
      internal::sparse_mla_cuda_sm90_rows_supports, nullptr, nullptr,
      internal::sparse_mla_cuda_sm90_rows, internal::sparse_mla_cuda_sm90_rows_preferred},
+    {"cuda_sm90_window", DeviceKind::kCuda, internal::cuda_sm90_available,
+     internal::sparse_mla_cuda_sm90_window_supports, nullptr, nullptr,
+     internal::sparse_mla_cuda_sm90_window},
     {"cuda_sm90", DeviceKind::kCuda, internal::cuda_sm90_available,
      internal::sparse_mla_cuda_supports, internal::sparse_mla_cuda_sm90_workspace, nullptr,
      internal::sparse_mla_cuda_sm90, internal::sparse_mla_cuda_sm90_preferred},
@@ -317,6 +320,46 @@ Refusal sparse_mla_cuda_sm90_rows_preferred(const SparseMlaProblem& problem) {
            "cuda_sm90 98)";
   }
   return {};
+}
+
+namespace {
+
+bool has_scales_apart(RowFormat format) {
+  return format == RowFormat::kV4 || format == RowFormat::kR512;
+}
+
+// Keys of a row. Slots of the first list count as whole groups of 8 where another list follows.
+int64_t window_keys(const SparseMlaProblem& problem) {
+  constexpr int64_t kStep = 8;
+  if (problem.extra_topk == 0) return problem.topk;
+  return (problem.topk + kStep - 1) / kStep * kStep + problem.extra_topk;
+}
+constexpr int64_t kWindowKeys = 128;
+
+}  // namespace
+
+bool sparse_mla_cuda_sm90_window_takes(const SparseMlaProblem& problem) {
+  return has_scales_apart(problem.row_format) && has_scales_apart(*problem.extra_row_format) &&
+         window_keys(problem) <= kWindowKeys && problem.fixed_splits <= 1 && problem.logit_cap == 0;
+}
+
+Refusal sparse_mla_cuda_sm90_window_supports(const SparseMlaProblem& problem) {
+  if (Refusal refusal = sparse_mla_cuda_supports(problem);
+      !refusal.empty() || sparse_mla_cuda_sm90_window_takes(problem)) {
+    return refusal;
+  }
+  for (const RowFormat format : {problem.row_format, *problem.extra_row_format}) {
+    if (!has_scales_apart(format))
+      return "takes v4 and r512 rows, got rows of " + std::string(to_string(format));
+  }
+  if (window_keys(problem) > kWindowKeys) {
+    return "takes lists of up to 128 slots, got topk " + std::to_string(problem.topk) +
+           " and extra_topk " + std::to_string(problem.extra_topk);
+  }
+  if (problem.fixed_splits > 1) {
+    return "takes rows whole, got fixed_splits " + std::to_string(problem.fixed_splits);
+  }
+  return refuse_logit_cap(problem);
 }
 
 Refusal sparse_mla_cuda_sm90_preferred(const SparseMlaProblem& problem) {

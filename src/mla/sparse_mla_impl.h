@@ -41,5 +41,11 @@ Refusal sparse_mla_cuda_sm90_rows_supports(const SparseMlaProblem& problem);
 Refusal sparse_mla_cuda_sm90_rows_preferred(const SparseMlaProblem& problem);
 void sparse_mla_cuda_sm90_rows(const SparseMlaProblem& problem, const Device& device,
                                const SparseMlaTensors& tensors, Workspace workspace, Stream stream);
+/// Whole rows of short lists over v4 and r512 rows. `takes`: of what sparse_mla_cuda_supports().
+bool sparse_mla_cuda_sm90_window_takes(const SparseMlaProblem& problem);
+Refusal sparse_mla_cuda_sm90_window_supports(const SparseMlaProblem& problem);
+void sparse_mla_cuda_sm90_window(const SparseMlaProblem& problem, const Device& device,
+                                 const SparseMlaTensors& tensors, Workspace workspace,
+                                 Stream stream);
 
 }  // namespace fovea::internal

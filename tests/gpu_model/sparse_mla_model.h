@@ -7,11 +7,12 @@
 namespace fovea::test::gpu {
 
 /// Plans and runs sparse_mla on the model, with settings(): cuda_portable, cuda_sm90,
-/// cuda_sm90_few_heads and cuda_sm90_rows.
+/// cuda_sm90_few_heads, cuda_sm90_rows and cuda_sm90_window.
 void run_sparse_mla(SparseMlaProblem problem, const SparseMlaTensors& tensors);
 void run_sparse_mla_sm90(SparseMlaProblem problem, const SparseMlaTensors& tensors);
 void run_sparse_mla_few_heads(SparseMlaProblem problem, const SparseMlaTensors& tensors);
 void run_sparse_mla_rows(SparseMlaProblem problem, const SparseMlaTensors& tensors);
+void run_sparse_mla_window(SparseMlaProblem problem, const SparseMlaTensors& tensors);
 
 /// Whether the device of run_sparse_mla() has clusters.
 bool& sparse_mla_has_clusters();

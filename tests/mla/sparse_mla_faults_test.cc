@@ -65,7 +65,8 @@ class SparseMlaFaultTest : public test::TargetTest {
   }
 };
 INSTANTIATE_TEST_SUITE_P(Targets, SparseMlaFaultTest,
-                         testing::ValuesIn(test::targets_of("sparse_mla", "cuda_sm90_rows")),
+                         testing::ValuesIn(test::targets_of("sparse_mla", {"cuda_sm90_rows",
+                                                                           "cuda_sm90_window"})),
                          test::target_name);
 
 Tensor random_queries(int64_t rows, int64_t heads, uint64_t seed = 7) {

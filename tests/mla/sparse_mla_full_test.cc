@@ -54,7 +54,8 @@ class FullSparseMlaTest : public test::TargetTest {
   }
 };
 INSTANTIATE_TEST_SUITE_P(Targets, FullSparseMlaTest,
-                         testing::ValuesIn(test::targets_of("sparse_mla", "cuda_sm90_rows")),
+                         testing::ValuesIn(test::targets_of("sparse_mla", {"cuda_sm90_rows",
+                                                                           "cuda_sm90_window"})),
                          test::target_name);
 
 struct Widths {

@@ -34,7 +34,8 @@ class SparseMlaSplitTest : public test::TargetTest {
   bool follows_plans() const { return GetParam().implementation.starts_with("cpu"); }
 };
 INSTANTIATE_TEST_SUITE_P(Targets, SparseMlaSplitTest,
-                         testing::ValuesIn(test::targets_of("sparse_mla", "cuda_sm90_rows")),
+                         testing::ValuesIn(test::targets_of("sparse_mla", {"cuda_sm90_rows",
+                                                                           "cuda_sm90_window"})),
                          test::target_name);
 
 // Row t of `with` has the bits of row t of `without`.

@@ -37,7 +37,8 @@ class SparseMlaTest : public test::TargetTest {
   }
 };
 INSTANTIATE_TEST_SUITE_P(Targets, SparseMlaTest,
-                         testing::ValuesIn(test::targets_of("sparse_mla", "cuda_sm90_rows")),
+                         testing::ValuesIn(test::targets_of("sparse_mla", {"cuda_sm90_rows",
+                                                                           "cuda_sm90_window"})),
                          test::target_name);
 
 CacheSpec bf16_rows(int64_t num_keys, int64_t topk) {

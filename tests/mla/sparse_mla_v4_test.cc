@@ -42,7 +42,8 @@ class SparseMlaV4Test : public test::TargetTest {
   }
 };
 INSTANTIATE_TEST_SUITE_P(Targets, SparseMlaV4Test,
-                         testing::ValuesIn(test::targets_of("sparse_mla", "cuda_sm90_rows")),
+                         testing::ValuesIn(test::targets_of("sparse_mla", {"cuda_sm90_rows",
+                                                                           "cuda_sm90_window"})),
                          test::target_name);
 
 constexpr RowFormat kRows[] = {RowFormat::kV4, RowFormat::kR512};

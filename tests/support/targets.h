@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -31,14 +32,15 @@ inline std::string target_name(const testing::TestParamInfo<Target>& info) {
 }
 inline void PrintTo(const Target& target, std::ostream* out) { *out << target.implementation; }
 
-/// Every implementation of `op` but `apart`, which takes few problems and has a suite of its own;
-/// "cpu" once per instruction set, those that this CPU lacks as skips.
-inline std::vector<Target> targets_of(const std::string& op, const std::string& apart = {}) {
+/// Every implementation of `op` but those `apart`, which take few problems and have suites of their
+/// own; "cpu" once per instruction set, those that this CPU lacks as skips.
+inline std::vector<Target> targets_of(const std::string& op,
+                                      const std::vector<std::string>& apart = {}) {
   std::vector<Target> targets;
   for (const OperatorInfo& info : operators()) {
     if (info.name != op) continue;
     for (const ImplementationInfo& entry : info.implementations) {
-      if (entry.name == apart) continue;
+      if (std::find(apart.begin(), apart.end(), entry.name) != apart.end()) continue;
       if (entry.name != "cpu") {
         targets.push_back(
             {entry.name, best_cpu_isa(), entry.available ? "" : entry.reason, entry.device});
