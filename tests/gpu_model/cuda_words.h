@@ -68,6 +68,9 @@ inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t order) {
   return bytes;
 }
 inline int __clz(int bits) { return bits == 0 ? 32 : __builtin_clz(bits); }
+inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, uint32_t shift) {
+  return static_cast<uint32_t>((uint64_t{high} << 32 | low) << (shift & 31) >> 32);
+}
 template <class T>
 T atomicAdd(T* at, T value) {
   const T old = *at;
@@ -80,11 +83,18 @@ T atomicMax(T* at, T value) {
   *at = std::max(old, value);
   return old;
 }
+template <class T>
+T atomicOr(T* at, T value) {
+  const T old = *at;
+  *at |= value;
+  return old;
+}
 using std::isnan;
 using std::max;
 using std::min;
 
 inline void __syncthreads() { fovea::test::gpu::wait_block(0, 0); }
+inline void __threadfence_block() {}
 inline void __syncwarp() { fovea::test::gpu::wait_warp(); }
 template <class T>
 T __shfl_sync(uint32_t, T value, unsigned from) {

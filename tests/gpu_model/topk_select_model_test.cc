@@ -121,9 +121,60 @@ TEST_F(TopkSelectSm90Model, WindowsAndTransformsEqualTheReference) {
   }
 }
 
+// More rows than multiprocessors, several of a block, or rows too long for a block's memory: each
+// read chunk by chunk.
+TEST_F(TopkSelectSm90Model, RowsOfOneBlockEqualTheReference) {
+  const int64_t width = 20011, topk = 701;
+  std::vector<test::HostileRow> kinds = test::hostile_rows();
+  const auto rows = static_cast<int64_t>(kinds.size());
+  std::vector<int32_t> lengths, starts;
+  Tensor logits(DType::kF32, {rows, width});
+  test::Rng rng(3);
+  for (int64_t t = 0; t < rows; ++t) {
+    const int64_t len = t % 7 == 3 ? rng.integer(0, 3000) : rng.integer(15000, 20000);
+    const std::vector<float> row = test::make_row(kinds[static_cast<size_t>(t)], len, 5);
+    lengths.push_back(static_cast<int32_t>(len));
+    starts.push_back(static_cast<int32_t>(rng.integer(0, width - len)));
+    std::copy(row.begin(), row.end(), logits.data<float>() + t * width + starts.back());
+  }
+  TopkSelectTensors tensors;
+  tensors.logits = logits;
+  const Tensor row_len = Tensor::i32({rows}, lengths), row_start = Tensor::i32({rows}, starts);
+  tensors.row_len = row_len;
+  tensors.row_start = row_start;
+  for (const int num_sms : {1, 40}) {
+    test::gpu::settings().num_sms = num_sms;
+    EXPECT_EQ(expect_reference({rows, width, topk}, tensors), 0);
+  }
+}
+
+// The largest entries, or the smallest, stand exactly where the sample looks.
+TEST_F(TopkSelectSm90Model, AMisleadingSampleCostsNoEntry) {
+  const int64_t width = 20003, topk = 700;
+  Tensor logits(DType::kF32, {4, width});
+  test::Rng rng(4);
+  for (int64_t t = 0; t < 4; ++t) {
+    float* const row = logits.data<float>() + t * width;
+    std::vector<float> values = rng.normals(width);
+    const float sign = t % 2 == 0 ? 1.0f : -1.0f;
+    for (const size_t at : test::gpu::topk_select_sm90_sample(row, width)) {
+      values[at] += 100.0f * sign;
+    }
+    std::copy(values.begin(), values.end(), row);
+  }
+  const Tensor row_len = Tensor::i32({4}, std::vector<int32_t>(4, width));
+  TopkSelectTensors tensors;
+  tensors.logits = logits;
+  tensors.row_len = row_len;
+  for (const int num_sms : {1, 4}) {
+    test::gpu::settings().num_sms = num_sms;
+    EXPECT_EQ(expect_reference({4, width, topk}, tensors), 0);
+  }
+}
+
 TEST_F(TopkSelectSm90Model, RowsThatAreTooLongOrTooManyAreLeftToThePortableKernels) {
   const Tensor row_len = Tensor::i32({1}, {1});
-  Tensor indices(DType::kI32, {1, 2048});
+  Tensor indices(DType::kI32, {133, 2048});
   TopkSelectTensors tensors;
   tensors.row_len = row_len;
   const auto blocks = [&](int64_t rows, int64_t width, int64_t topk) {
@@ -132,11 +183,14 @@ TEST_F(TopkSelectSm90Model, RowsThatAreTooLongOrTooManyAreLeftToThePortableKerne
     tensors.indices = make_tensor(indices.data<int32_t>(), DType::kI32, {rows, topk});
     return test::gpu::run_topk_select_sm90({rows, width, topk}, tensors);
   };
-  EXPECT_EQ(blocks(1, 524289, 2048), 0);
-  EXPECT_EQ(blocks(16, 131073, 2048), 0);
+  EXPECT_EQ(blocks(1, 524289, 2048), -1);
+  EXPECT_EQ(blocks(16, 131073, 2048), -1);
+  EXPECT_EQ(blocks(16, 131072, 2048), 4);
+  EXPECT_EQ(blocks(128, 16384, 2048), 1);
   EXPECT_EQ(blocks(128, 16385, 2048), 0);
   EXPECT_EQ(blocks(133, 16384, 2048), 0);
-  EXPECT_EQ(blocks(1, 2048, 2048), 0);
+  EXPECT_EQ(blocks(133, 131073, 2048), -1);
+  EXPECT_EQ(blocks(1, 2048, 2048), -1);
 }
 
 }  // namespace

@@ -219,6 +219,38 @@ TEST_P(FullTopkSelectTest, RowsOfDifferentKindInAWideMatrix) {
   EXPECT_EQ(row_of(indices, rows, topk), std::vector<int32_t>(topk, -1));
 }
 
+TEST_P(FullTopkSelectTest, ManyRowsOfDifferentKind) {
+  // Fewer rows than a GPU has multiprocessors, and more; nothing around the windows is a number.
+  const std::vector<test::HostileRow> kinds = test::hostile_rows();
+  const auto num_kinds = static_cast<int64_t>(kinds.size());
+  const int64_t topk = 701;
+  for (const auto& [rows, width] : {std::pair<int64_t, int64_t>{100, 40'003}, {300, 20'011}}) {
+    std::vector<std::vector<float>> values;
+    std::vector<std::vector<int32_t>> expected;
+    for (int64_t kind = 0; kind < num_kinds; ++kind) {
+      values.push_back(test::make_row(kinds[static_cast<size_t>(kind)], width - 5 - kind, 31));
+      expected.push_back(expected_row(values.back(), topk));
+    }
+    std::vector<float> logits(static_cast<size_t>(rows * width), kNan);
+    std::vector<int32_t> lengths, starts;
+    for (int64_t t = 0; t < rows; ++t) {
+      const std::vector<float>& row = values[static_cast<size_t>(t % num_kinds)];
+      starts.push_back(static_cast<int32_t>(t % 5));
+      lengths.push_back(static_cast<int32_t>(row.size()));
+      std::copy(row.begin(), row.end(), logits.begin() + t * width + starts.back());
+    }
+    Tensor indices(DType::kI32, {rows, topk});
+    run({rows, width, topk}, {.logits = Tensor::f32({rows, width}, logits),
+                              .row_len = Tensor::i32({rows}, lengths),
+                              .row_start = Tensor::i32({rows}, starts),
+                              .indices = indices});
+    for (int64_t t = 0; t < rows; ++t) {
+      EXPECT_EQ(row_of(indices, t, topk), expected[static_cast<size_t>(t % num_kinds)])
+          << kinds[static_cast<size_t>(t % num_kinds)].name << ", row " << t << " of " << rows;
+    }
+  }
+}
+
 TEST_P(FullTopkSelectTest, PlateausAtTheBoundaryOfLongRows) {
   // Above the plateau stand fewer, exactly and more than topk - 1 entries; the plateau is zeros of
   // both signs, NaN or the lowest numbers.

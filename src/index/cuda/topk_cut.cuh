@@ -86,6 +86,10 @@ struct Row {
   }
 };
 
+/// Where a word of a row's bitmap stands: the gaps keep threads that walk neighbouring stretches of
+/// it out of one another's bank.
+FOVEA_HOST_DEVICE inline uint32_t bitmap_place(uint32_t word) { return word + word / 32; }
+
 /// Sums over the lanes before this one, and over all.
 struct WarpSum {
   uint32_t before, total;
@@ -424,5 +428,57 @@ struct StepRanks {
     }
   }
 };
+
+/// Calls use(key) for the keys of this thread's share of the row.
+template <int kThreads, class Use>
+__device__ void each_key(const Row& row, Use use) {
+  const uint32_t num_groups = row.num_groups();
+  for (uint32_t first = threadIdx.x; first < num_groups; first += kGroups * kThreads) {
+    float values[kGroups][4];
+    row.load(first, kThreads, values);
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (row.position(first + j * kThreads, i) < row.len) use(key_of(values[j][i]));
+      }
+    }
+  }
+}
+
+/// Calls emit(rank, position) for the K best entries of any row, given where they end: what is
+/// above the range, and the first `need` in it, which is one key or whole.
+template <int kThreads, class Emit>
+__device__ void emit_in_order(const Row& row, const Cut& cut, uint32_t topk, CutShared& shared,
+                              Emit emit) {
+  const uint32_t num_groups = row.num_groups();
+  const uint32_t lane = threadIdx.x % cuda::kWarpThreads;
+  const uint32_t warp = threadIdx.x / cuda::kWarpThreads;
+  uint32_t better_before = 0, ties_before = 0;
+  // A warp takes neighbouring groups: position is in the order of warp, step, lane.
+  for (uint32_t first = 0; first < num_groups; first += kGroups * kThreads) {
+    const uint32_t g = first + warp * kGroups * cuda::kWarpThreads + lane;
+    float values[kGroups][4];
+    row.load(g, cuda::kWarpThreads, values);
+    uint32_t better = 0, ties = 0;
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t key = key_of(values[j][i]);
+        const bool inside = row.position(g + j * cuda::kWarpThreads, i) < row.len;
+        if (inside && key > cut.base) better |= 1u << (4 * j + i);
+        if (inside && key == cut.base) ties |= 1u << (4 * j + i);
+      }
+    }
+    const StepRanks ranks = StepRanks::of<kThreads>(better, ties, shared);
+    ranks.emit(better_before, ties_before, cut.need, [&](uint32_t rank, int j, int i) {
+      emit(rank, row.position(g + j * cuda::kWarpThreads, i));
+    });
+    better_before += ranks.better_total;
+    ties_before += ranks.ties_total;
+    if (better_before + min(ties_before, cut.need) >= topk) return;
+  }
+}
 
 }  // namespace fovea::internal::topk

@@ -34,10 +34,6 @@ struct ScratchSizes {
   }
 };
 
-/// Where a word of the bitmap stands: the gaps keep threads that walk neighbouring stretches of it
-/// out of one another's bank.
-FOVEA_HOST_DEVICE uint32_t bitmap_place(uint32_t word) { return word + word / 32; }
-
 size_t shared_bytes(const ScratchSizes& sizes) {
   return sizeof(uint32_t) *
          (size_t{kBins} + 2 * size_t{sizes.capacity} + bitmap_place(sizes.bitmap_words));
@@ -67,23 +63,6 @@ struct Parts {
   uint32_t* positions;   // [rows][count][capacity]
 };
 constexpr uint32_t kMaxParts = cuda::kWarpThreads;
-
-/// Calls use(key) for the keys of this thread's share of the row.
-template <int kThreads, class Use>
-__device__ void each_key(const Row& row, Use use) {
-  const uint32_t num_groups = row.num_groups();
-  for (uint32_t first = threadIdx.x; first < num_groups; first += kGroups * kThreads) {
-    float values[kGroups][4];
-    row.load(first, kThreads, values);
-#pragma unroll
-    for (int j = 0; j < kGroups; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (row.position(first + j * kThreads, i) < row.len) use(key_of(values[j][i]));
-      }
-    }
-  }
-}
 
 /// Collects the positions that reach `threshold`, a number, in no order, from the share of `part`
 /// among `parts` blocks; returns how many there are, of which no more than `capacity` are written.
@@ -286,41 +265,6 @@ __device__ bool select_sampled(const Row& row, uint32_t topk, const ScratchSizes
   return true;
 }
 
-/// Calls emit(rank, position) for the K best entries of any row, given where they end: what is
-/// above the range, and the first `need` in it, which is one key or whole.
-template <int kThreads, class Emit>
-__device__ void emit_in_order(const Row& row, const Cut& cut, uint32_t topk, Shared& shared,
-                              Emit emit) {
-  const uint32_t num_groups = row.num_groups();
-  const uint32_t lane = threadIdx.x % cuda::kWarpThreads;
-  const uint32_t warp = threadIdx.x / cuda::kWarpThreads;
-  uint32_t better_before = 0, ties_before = 0;
-  // A warp takes neighbouring groups: position is in the order of warp, step, lane.
-  for (uint32_t first = 0; first < num_groups; first += kGroups * kThreads) {
-    const uint32_t g = first + warp * kGroups * cuda::kWarpThreads + lane;
-    float values[kGroups][4];
-    row.load(g, cuda::kWarpThreads, values);
-    uint32_t better = 0, ties = 0;
-#pragma unroll
-    for (int j = 0; j < kGroups; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t key = key_of(values[j][i]);
-        const bool inside = row.position(g + j * cuda::kWarpThreads, i) < row.len;
-        if (inside && key > cut.base) better |= 1u << (4 * j + i);
-        if (inside && key == cut.base) ties |= 1u << (4 * j + i);
-      }
-    }
-    const StepRanks ranks = StepRanks::of<kThreads>(better, ties, shared);
-    ranks.emit(better_before, ties_before, cut.need, [&](uint32_t rank, int j, int i) {
-      emit(rank, row.position(g + j * cuda::kWarpThreads, i));
-    });
-    better_before += ranks.better_total;
-    ties_before += ranks.ties_total;
-    if (better_before + min(ties_before, cut.need) >= topk) return;
-  }
-}
-
 /// Blocks t * parts.count .. of row t collect its candidates.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
@@ -417,9 +361,13 @@ template <int kThreads, int kBlocksPerSm, bool kParts>
 void launch_rows(const TopkRows& rows, const TopkSelectProblem& problem, const ScratchSizes& sizes,
                  const Parts& parts, Stream stream) {
   const int64_t blocks = std::min<int64_t>(rows.num_rows(), std::numeric_limits<int32_t>::max());
+  // More than 48 KiB have to be asked for, with what the kernel declares itself.
+  constexpr size_t kUnasked = size_t{48} << 10;
+  size_t bytes = shared_bytes(sizes);
+  if (bytes + sizeof(Shared) > kUnasked) bytes = std::max(bytes, kUnasked + 16);
   cuda::launch("topk_select", select_rows<kThreads, kBlocksPerSm, kParts>,
-               {dim3(static_cast<unsigned>(blocks)), dim3(kThreads), shared_bytes(sizes)}, stream,
-               rows, static_cast<uint32_t>(problem.topk), sizes, parts);
+               {dim3(static_cast<unsigned>(blocks)), dim3(kThreads), bytes}, stream, rows,
+               static_cast<uint32_t>(problem.topk), sizes, parts);
 }
 
 constexpr int kPartThreads = 512;

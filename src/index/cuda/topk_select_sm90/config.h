@@ -12,6 +12,15 @@
 //              what steps hand round                                            < 1 KiB
 //              values of the block's part of the row, up to 8192 groups of 4    131,072
 //              of 232,448 bytes
+//
+// And of a block that has whole rows, one of 1024 threads or two of 512 on a multiprocessor:
+//
+//   registers  64
+//   shared     bins of candidates, then a bitmap of the row           8,464 (64K columns) or 16,912
+//              candidates, K + 4096 of 1024 threads or K + 2048 of 512    49,152 or 32,768
+//              what steps hand round                                    1 KiB
+//              units of 16 values a thread, two of each warp          131,072 or 65,536
+//              of 232,448 or 115,712 bytes
 namespace fovea::internal::topk_sm90 {
 
 // Of a block; fewer where its part is short.
@@ -26,5 +35,8 @@ inline constexpr uint32_t kRangeEntries = 1024;
 // Their histogram, which a warp adds up by itself.
 inline constexpr int kRangeDigitBits = 8;
 inline constexpr int kRangeBins = 1 << kRangeDigitBits;
+// Of a block that reads whole rows: units that a warp has room for.
+inline constexpr uint32_t kSlots = 2;
+inline constexpr uint32_t kMaxWarps = 32;
 
 }  // namespace fovea::internal::topk_sm90
