@@ -70,6 +70,7 @@ void sparse_mla_cuda_sm90_few_heads(const SparseMlaProblem&, const Device&, cons
                                     Workspace, Stream) {
   without_cuda("sparse_mla");
 }
+size_t sparse_mla_cuda_sm90_rows_workspace(const SparseMlaProblem&, const Device&) { return 0; }
 void sparse_mla_cuda_sm90_rows(const SparseMlaProblem&, const Device&, const SparseMlaTensors&,
                                Workspace, Stream) {
   without_cuda("sparse_mla");

@@ -39,6 +39,7 @@ void sparse_mla_cuda_sm90_few_heads(const SparseMlaProblem& problem, const Devic
 /// Whole rows of lists over bf16 rows, many at a time.
 Refusal sparse_mla_cuda_sm90_rows_supports(const SparseMlaProblem& problem);
 Refusal sparse_mla_cuda_sm90_rows_preferred(const SparseMlaProblem& problem);
+size_t sparse_mla_cuda_sm90_rows_workspace(const SparseMlaProblem& problem, const Device& device);
 void sparse_mla_cuda_sm90_rows(const SparseMlaProblem& problem, const Device& device,
                                const SparseMlaTensors& tensors, Workspace workspace, Stream stream);
 /// Whole rows of short lists over v4 and r512 rows. `takes`: of what sparse_mla_cuda_supports().

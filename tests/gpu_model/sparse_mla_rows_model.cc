@@ -1,6 +1,7 @@
 // The kernel of sparse_mla over bf16 rows for compute capability 9.0 as the model runs it.
 #include "tests/gpu_model/cuda_words.h"
 
+#define sparse_mla_cuda_sm90_rows_workspace sparse_mla_model_rows_workspace
 #define sparse_mla_cuda_sm90_rows sparse_mla_model_rows_run
 #include "src/mla/cuda/sparse_mla_rows_sm90/launch.cu"
 
@@ -9,6 +10,8 @@ namespace fovea::internal::sparse_rows_sm90 {
 alignas(1024) thread_local uint8_t memory[256 << 10];  // shared memory of the block that runs
 
 }  // namespace fovea::internal::sparse_rows_sm90
+
+#include <algorithm>
 
 #include "tests/gpu_model/gpu_model.h"
 #include "tests/gpu_model/sparse_mla_model.h"
@@ -19,8 +22,10 @@ void run_sparse_mla_rows(SparseMlaProblem problem, const SparseMlaTensors& tenso
   auto& memory = internal::sparse_rows_sm90::memory;
   // Nothing is zero by itself.
   std::memset(memory, 0xFF, sizeof(memory));
-  const auto no_workspace = [](const SparseMlaProblem&, const Device&) { return size_t{0}; };
-  run_with_workspace(no_workspace, internal::sparse_mla_model_rows_run, problem, tensors);
+  // A plan for many rows orders lists.
+  problem.max_rows = std::max<int64_t>(problem.max_rows, 1024);
+  run_with_workspace(internal::sparse_mla_model_rows_workspace, internal::sparse_mla_model_rows_run,
+                     problem, tensors);
 }
 
 }  // namespace fovea::test::gpu

@@ -37,6 +37,19 @@ TEST_F(SparseMlaRowsModel, ListsOfAnyLengthFollowTheFormula) {
   }
 }
 
+// Caches of so many rows that keys are taken in the order of regions.
+TEST_F(SparseMlaRowsModel, ListsOverManyRowsFollowTheFormula) {
+  for (const int64_t topk : {512, 700}) {
+    CacheSpec cache{RowFormat::kBf16, 0, 60000, topk, true};
+    cache.lengths = topk == 700;
+    expect_formula({.rows = 2,
+                    .heads = 9,
+                    .primary = cache,
+                    .invalid_share = topk == 700 ? 0.2 : 0.0,
+                    .seed = static_cast<uint64_t>(topk)});
+  }
+}
+
 // Pages of rows at any address and at multiples of 16 bytes, keys of both caches.
 TEST_F(SparseMlaRowsModel, PagesAndSecondCachesFollowTheFormula) {
   uint64_t seed = 20;
@@ -108,6 +121,10 @@ TEST_F(SparseMlaRowsModel, LargeLogitsFollowTheFormula) {
   for (const float q_scale : {4.0f, 30.0f}) {
     expect_formula({.rows = 2, .heads = 9, .primary = flat_cache(330), .q_scale = q_scale});
   }
+  expect_formula({.rows = 2,
+                  .heads = 9,
+                  .primary = {RowFormat::kBf16, 0, 2000, 330, true},
+                  .q_scale = 3000.0f});
 }
 
 TEST_F(SparseMlaRowsModel, NoOrderOfTheThreadsChangesABit) {

@@ -108,10 +108,27 @@ TEST_P(SparseMlaRowsTest, BatchMatesNeverChangeABit) {
   }
 }
 
+// Of large caches, by plans for many rows, keys may be taken in the order of the cache.
+TEST_P(SparseMlaRowsTest, ManyRowsOfManyKeysFollowTheFormula) {
+  for (const int64_t page_size : {0, 61}) {
+    CacheSpec cache{RowFormat::kBf16, page_size, 60000, 600, true};
+    if (page_size != 0) cache.num_keys = 60000 / page_size * page_size;
+    expect_formula({.rows = 520,
+                    .heads = 1,
+                    .primary = cache,
+                    .invalid_share = page_size == 0 ? 0.0 : 0.2,
+                    .seed = static_cast<uint64_t>(1 + page_size)});
+  }
+}
+
 // Logits far apart, so that what weights are relative to moves.
 TEST_P(SparseMlaRowsTest, LargeLogitsFollowTheFormula) {
   for (const float q_scale : {4.0f, 30.0f})
     expect_formula({.rows = 2, .heads = 70, .primary = flat_cache(700), .q_scale = q_scale});
+  expect_formula({.rows = 4,
+                  .heads = 70,
+                  .primary = {RowFormat::kBf16, 0, 2000, 700, true},
+                  .q_scale = 3000.0f});
 }
 
 TEST_P(SparseMlaRowsTest, EmptyRowsHaveNoWeight) {
