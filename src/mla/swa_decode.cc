@@ -145,7 +145,9 @@ SparseMlaProblem swa_sparse_problem(const SwaDecodeProblem& problem) {
 }
 
 Refusal swa_decode_cuda_sm90_preferred(const SwaDecodeProblem& problem) {
-  return sparse_mla_cuda_sm90_preferred(swa_sparse_problem(problem));
+  const SparseMlaProblem sparse = swa_sparse_problem(problem);
+  if (sparse_mla_cuda_sm90_window_takes(sparse)) return {};
+  return sparse_mla_cuda_sm90_preferred(sparse);
 }
 
 SwaMemory::SwaMemory(const SwaDecodeProblem& problem, WorkspaceCutter& cutter)

@@ -77,7 +77,9 @@ void swa_decode_cuda_portable(const SwaDecodeProblem& problem, const Device& dev
 }
 void swa_decode_cuda_sm90(const SwaDecodeProblem& problem, const Device& device,
                           const SwaDecodeTensors& tensors, Workspace workspace, Stream stream) {
-  launch_by(sparse_mla_cuda_sm90, problem, device, tensors, workspace, stream);
+  const bool is_short = sparse_mla_cuda_sm90_window_takes(swa_sparse_problem(problem));
+  launch_by(is_short ? sparse_mla_cuda_sm90_window : sparse_mla_cuda_sm90, problem, device, tensors,
+            workspace, stream);
 }
 
 }  // namespace fovea::internal

@@ -15,8 +15,8 @@
 //   values  of a quarter; the one before leaves meanwhile
 //
 // In a wide block the warpgroups have 64 heads each and all channels of the values; otherwise both
-// have the same logits and different channels. Codes of the next row come into the places of this
-// one's keys as soon as their values are done, its queries before that.
+// have the same logits and different channels. Of the next row's first half of the channels, codes
+// come into the places of this one's keys as soon as their values are done, queries before that.
 namespace fovea::internal::sparse_window_sm90 {
 
 // What a warpgroup does with one row after the other.
@@ -47,22 +47,15 @@ __device__ __forceinline__ void meet() {
   __syncthreads();
 }
 
-// Queries of the quarters [begin, end).
-template <class Shape>
-__device__ __forceinline__ void ask_quarters(const Params& params, const Share<Shape>& share,
-                                             int64_t t, int begin, int end, SharedMemory& shared) {
-#pragma unroll 1
-  for (int quarter = begin; quarter < end; ++quarter)
-    ask_queries<Shape>(params, share.group, t, share.first_head, quarter, shared);
-}
-
-// Q K^T. Groups of copies come in this order: queries of the first half; codes of each quarter;
-// more queries; one of every turn here, the second of which has the last queries of a wide block.
+// Q K^T. Copies of a quarter of the channels, codes and queries, are a group; those of two quarters
+// are on their way at a time, so that nobody stands in front of a full queue of reads while the
+// first ones have come. Those of the first two quarters have been asked for.
 template <class Shape>
 __device__ __forceinline__ void attend(const Params& params, const Share<Shape>& share, int64_t t,
                                        const LaneKey& key, const LaneName& next_name, bool has_next,
                                        SharedMemory& shared, Logits& dots) {
   const LaneScales scales(params, key);
+  const LaneCodes codes(params, key);
 #pragma unroll 1
   for (int quarter = -1; quarter < kQuarters; ++quarter) {
     if (quarter >= 0) {
@@ -70,15 +63,15 @@ __device__ __forceinline__ void attend(const Params& params, const Share<Shape>&
       cuda::wgmma_fence();
       multiply_keys<Shape>(share.group, quarter, shared, dots);
       cuda::wgmma_commit();
-      if (quarter == 1) {
-        if (Shape::kIsWide) ask_quarters(params, share, t, 3, 4, shared);
-        if (has_next) prefetch_key(params, next_name);
+      if (quarter + 2 < kQuarters) {
+        codes.ask(quarter + 2, shared);
+        ask_queries<Shape>(params, share.group, t, share.first_head, quarter + 2, shared);
       }
       cuda::commit_copies();
+      if (quarter == 1 && has_next) prefetch_key(params, next_name);
     }
     if (quarter + 1 < kQuarters) {
-      cuda::wait_copies<4>();
-      if (quarter > 0) cuda::wait_copies<1>();
+      cuda::wait_copies<1>();
       decode(params, key, scales, quarter + 1, shared);
     }
     cuda::wgmma_wait<0>();
@@ -95,19 +88,17 @@ __device__ __forceinline__ void attend_rows(const Params& params, SharedMemory& 
   {
     LaneName name;
     name.ask(params, t);
-    ask_quarters(params, share, t, 0, 2, shared);
-    cuda::commit_copies();
+    ask_queries<Shape>(params, share.group, t, share.first_head, 0, shared);
     find_key(params, name, key);
-  }
-  {
     const LaneCodes codes(params, key);
-#pragma unroll
-    for (int quarter = 0; quarter < kQuarters; ++quarter) codes.ask(quarter, shared);
+    codes.ask(0, shared);
+    cuda::commit_copies();
+    ask_queries<Shape>(params, share.group, t, share.first_head, 1, shared);
+    codes.ask(1, shared);
+    cuda::commit_copies();
   }
 #pragma unroll 1
   while (true) {
-    ask_quarters(params, share, t, 2, Shape::kIsWide ? 3 : 4, shared);
-    cuda::commit_copies();
     const int next = t + params.rows_at_a_time;
     const bool has_next = next < params.num_rows;
     LaneName name{-1, 0};
@@ -117,8 +108,8 @@ __device__ __forceinline__ void attend_rows(const Params& params, SharedMemory& 
     attend(params, share, t, key, name, has_next, shared, dots);
     if (has_next) {
       __syncthreads();  // queries are used up
-      ask_quarters(params, share, next, 0, 2, shared);
-      cuda::commit_copies();
+      for (int quarter = 0; quarter < 2; ++quarter)
+        ask_queries<Shape>(params, share.group, next, share.first_head, quarter, shared);
       find_key(params, name, key);
     }
     const float unit = latent::logit_unit(params.scores);
@@ -127,12 +118,21 @@ __device__ __forceinline__ void attend_rows(const Params& params, SharedMemory& 
     const Target target{params, t, 0, share.first_head, true};
     const float* const rotation = params.rotations.row(t);
     float factors[2];
+    if constexpr (Shape::kIsWide) {
+      // One loop over the values, for the sake of code that is fetched once.
 #pragma unroll
+      for (int step = 0; step < kSteps; ++step) sums.weigh(unit, step, dots, weights);
+    }
+#pragma unroll 1
     for (int i = 0; i < kQuartersOfGroup; i += 2) {
       constexpr bool kHasSecond = kQuartersOfGroup > 1;
       const int quarter = share.first_quarter + i;
       Values first = {};
-      if (i == 0) {
+      if constexpr (Shape::kIsWide) {
+        pin(weights);
+        cuda::wgmma_fence();
+        multiply_values(weights, quarter, shared, first);
+      } else {
         // Weights of 16 keys are multiplied while the next ones are made.
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
@@ -140,23 +140,21 @@ __device__ __forceinline__ void attend_rows(const Params& params, SharedMemory& 
           cuda::wgmma_fence();
           multiply_step(weights, quarter, step, shared, first);
         }
-        cuda::wgmma_commit();
-        finish_heads(target, sums, share.stores_heads(), factors);
-      } else {
-        cuda::wgmma_fence();
-        multiply_values(weights, quarter, shared, first);
-        cuda::wgmma_commit();
       }
+      cuda::wgmma_commit();
+      if (i == 0) finish_heads(target, sums, share.stores_heads(), factors);
       const auto store = [&](int n, Values& values) {
         store_values<Shape>(target, share.group, n, factors, rotation, shared, values);
       };
       const auto ask_next = [&] {
-        if (!has_next) return;
-        __syncthreads();  // keys are used up
+        if (!has_next || i > 0) return;
+        __syncthreads();  // keys of the first two quarters are used up
         const LaneCodes codes(params, key);
-        const int end = Shape::kIsWide ? i + 2 : kQuarters;
-#pragma unroll 1
-        for (int n = Shape::kIsWide ? i : 0; n < end; ++n) codes.ask(n, shared);
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          codes.ask(n, shared);
+          cuda::commit_copies();
+        }
       };
       if constexpr (kHasSecond) {
         Values second = {};

@@ -139,7 +139,7 @@ struct LaneCodes {
     }
   }
 
-  // Asks for what the lane has of a quarter of the channels: a group of copies.
+  // Asks for what the lane has of a quarter of the channels.
   __device__ __forceinline__ void ask(int quarter, SharedMemory& shared) const {
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
@@ -157,7 +157,6 @@ struct LaneCodes {
         cuda::copy_async<16>(beside, last + 16, is_there[half]);
       }
     }
-    cuda::commit_copies();
   }
 };
 
