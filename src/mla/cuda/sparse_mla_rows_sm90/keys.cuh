@@ -239,15 +239,16 @@ __device__ __forceinline__ void bring_unit(const Params& params, int64_t unit, i
       for (int i = 0; i < 2; ++i) {
         const int half = 2 * place + i;
         if (uses > 0) cuda::mbarrier_wait(shared.free[half], uses - 1);
-        if (i == 0 && me.lane() == 0) {
-          // The mask before it was read before the half was free.
-          shared.present[place][me.warp()] = place == 0 ? present[0] : present[1];
-          cuda::mbarrier_arrive(shared.full[half]);
-        }
         if (is_aligned) {
           copy_half<kHasRope>(me, rows, half, tile);
         } else {
           store_half<kHasRope>(me, found, half, tile);
+        }
+        if (i == 0 && me.lane() == 0) {
+          // Behind the copies, which are waited for longer. The mask before it was read before the
+          // half was free.
+          shared.present[place][me.warp()] = place == 0 ? present[0] : present[1];
+          cuda::mbarrier_arrive(shared.full[half]);
         }
         arrive_full(is_aligned, shared.full[half]);
       }
