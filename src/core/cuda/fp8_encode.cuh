@@ -16,15 +16,6 @@ __device__ inline uint32_t e4m3_code_pair(float low, float high) {
 }
 #endif
 
-/// e4m3 of x: nearest even, saturating, NaN gives 0x7F.
-__device__ inline uint32_t e4m3_code(float x) {
-#if __CUDA_ARCH__ >= 900
-  return e4m3_code_pair(x, 0) & 0xFF;
-#else
-  return e4m3_from_float(x);
-#endif
-}
-
 /// codes[i] = e4m3 of the i-th value: nearest even, saturating, NaN gives 0x7F.
 __device__ inline void e4m3_codes(float x0, float x1, float x2, float x3, uint8_t (&codes)[4]) {
 #if __CUDA_ARCH__ >= 900

@@ -200,9 +200,6 @@ __device__ inline void wgmma(WgmmaSums<kN>& s, const WgmmaA& a, PanelMatrix b_ma
   }
 }
 
-#define FOVEA_TEXT_36 FOVEA_TEXT_32 ", %32, %33, %34, %35"
-#define FOVEA_TEXT_68 FOVEA_TEXT_64 ", %64, %65, %66, %67"
-#define FOVEA_SUMS_4(b) "+f"(s.x[b]), "+f"(s.x[b + 1]), "+f"(s.x[b + 2]), "+f"(s.x[b + 3])
 // A from shared memory, B, keep.
 #define FOVEA_WGMMA_E4M3(n, text, a, b, keep, ...)                                               \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" keep                                         \
@@ -213,16 +210,16 @@ __device__ inline void wgmma(WgmmaSums<kN>& s, const WgmmaA& a, PanelMatrix b_ma
                : "l"(a_matrix.bits), "l"(b_matrix.bits), "r"(keep_sums))
 
 /// The same for codes e4m3, by rows: panels of 128 columns of one byte, 32 columns (32 bytes) a
-/// step; N is 72 or 136. Products are exact, but an addend of a step (a product, or the sum so far)
+/// step; N is 64 or 128. Products are exact, but an addend of a step (a product, or the sum so far)
 /// loses what lies below 2^-13 of the power of two of the largest.
 template <int kN>
 __device__ inline void wgmma_e4m3(WgmmaSums<kN>& s, PanelMatrix a_matrix, PanelMatrix b_matrix,
                                   int keep_sums) {
-  static_assert(kN == 72 || kN == 136);
-  if constexpr (kN == 72) {
-    FOVEA_WGMMA_E4M3("72", FOVEA_TEXT_36, "36", "37", "38", FOVEA_SUMS_32(0), FOVEA_SUMS_4(32));
+  static_assert(kN == 64 || kN == 128);
+  if constexpr (kN == 64) {
+    FOVEA_WGMMA_E4M3("64", FOVEA_TEXT_32, "32", "33", "34", FOVEA_SUMS_32(0));
   } else {
-    FOVEA_WGMMA_E4M3("136", FOVEA_TEXT_68, "68", "69", "70", FOVEA_SUMS_64, FOVEA_SUMS_4(64));
+    FOVEA_WGMMA_E4M3("128", FOVEA_TEXT_64, "64", "65", "66", FOVEA_SUMS_64);
   }
 }
 
@@ -231,9 +228,6 @@ __device__ inline void wgmma_e4m3(WgmmaSums<kN>& s, PanelMatrix a_matrix, PanelM
 #undef FOVEA_TEXT_32
 #undef FOVEA_TEXT_64
 #undef FOVEA_TEXT_128
-#undef FOVEA_TEXT_36
-#undef FOVEA_TEXT_68
-#undef FOVEA_SUMS_4
 #undef FOVEA_SUMS_8
 #undef FOVEA_SUMS_16
 #undef FOVEA_SUMS_32

@@ -6,13 +6,13 @@
 // rows for each of `groups` warpgroups, which read the same keys.
 //
 //   rows x groups            1 x 1   2 x 1    4 x 1    4 x 2
-//   sums of products            36     136      136      136   registers of a thread
-//   head weights                 -      34       68       68   (one row: shared memory)
+//   sums of products            32     128      128      128   registers of a thread
+//   head weights                 -      32       64       64   (one row: shared memory)
 //   all, at most                80     255      255      255
 //   blocks an SM                 6       2        2        1
-//   queries                  9,216  17,408   34,816   69,632   bytes of shared memory
-//   tiles of keys           24,576  65,536   32,768   65,536   of 8,192; ragged 131,072
-//   scales, weights, rest    3,700   5,500    5,000   11,700
+//   queries                  8,192  16,384   32,768   65,536   bytes of shared memory
+//   tiles of keys           24,576  65,536   32,768   65,536   of 8,192
+//   scales, weights, rest    1,600   3,400    2,900    4,900
 //
 // One row is limited by memory: blocks are there to have keys under way. More rows are limited by
 // instructions and by power: their products are always under way.
@@ -22,25 +22,20 @@ inline constexpr int kHeads = 64;
 inline constexpr int kDim = 128;
 inline constexpr int kKeys = 64;  // of one product, 16 a warp
 inline constexpr int kSteps = kDim / 32;
-inline constexpr int kFoldedTerms = 4;  // see fold_queries
-inline constexpr int kFoldedColumns = 2 * kFoldedTerms;
 inline constexpr int kQueryBytes = kHeads * kDim;
 inline constexpr int kTileBytes = kKeys * kDim;
 inline constexpr int kGroupThreads = 128;
 
-template <int kRows_, int kGroups_,
-          int kTiles_ = kRows_ == 1   ? 1
-                        : kRows_ == 2 ? 4
-                                      : 2>
+template <int kRows_, int kGroups_>
 struct Config {
   static constexpr int kRows = kRows_;  // of a warpgroup
   static constexpr int kGroups = kGroups_;
   static constexpr int kBlockRows = kRows * kGroups;
   static constexpr int kThreads = kGroups * kGroupThreads;
   static constexpr int kBlocksPerSm = kRows == 1 ? 6 : kGroups == 1 ? 2 : 1;
-  static constexpr int kTiles = kTiles_;  // of a turn
+  static constexpr int kTiles = kRows == 1 ? 1 : kRows == 2 ? 4 : 2;  // of a turn
   // Tiles in shared memory, and how many are brought before they are needed.
-  static constexpr int kStages = kRows == 1 ? 3 : kTiles * (kGroups == 1 ? 2 : 4);
+  static constexpr int kStages = kRows == 1 ? 3 : kRows == 2 ? 8 : kGroups == 1 ? 4 : 8;
   static constexpr int kAhead = kGroups == 1 ? kStages - kTiles : 2 * kTiles;
   static_assert(kAhead % kTiles == 0 && kStages % kTiles == 0);
   // Pages of keys come by bulk copies. One row is as fast without, and begins
@@ -49,9 +44,6 @@ struct Config {
   // Rows whose products are one series, and the series of a tile.
   static constexpr int kSeriesRows = kRows == 1 ? 1 : 2;
   static constexpr int kSeries = kRows / kSeriesRows;
-  // Columns of a product: heads of the rows, and what fold_queries makes of them.
-  static constexpr int kColumns = kSeriesRows * kHeads + kFoldedColumns;
-  static constexpr int kSeriesBytes = kColumns * kDim;
 };
 
 }  // namespace fovea::internal::index_sm90

@@ -5,8 +5,6 @@
 #include "src/core/cuda/arithmetic.cuh"
 #include "src/core/cuda/async_copy.cuh"
 #include "src/core/cuda/bulk_copy.cuh"
-#include "src/core/cuda/fp8.cuh"
-#include "src/core/cuda/fp8_encode.cuh"
 #include "src/core/cuda/mbarrier.cuh"
 #include "src/core/cuda/scan.cuh"
 #include "src/core/cuda/tensor_copy.cuh"
@@ -67,13 +65,11 @@ struct Share {
 // What a block has in shared memory.
 template <class Shape>
 struct SharedMemory {
-  uint8_t queries[Shape::kGroups][Shape::kSeries][Shape::kSeriesBytes];
+  uint8_t queries[Shape::kBlockRows][kQueryBytes];
   uint8_t tiles[Shape::kStages][kTileBytes];  // of 64 keys
   float scales[Shape::kStages][kKeys];
   uint8_t is_held[Shape::kStages][kKeys];
   float4 weights[Shape::kBlockRows][4][4];  // see load_weights
-  float folded[Shape::kBlockRows][kFoldedTerms];
-  float4 parts[Shape::kGroups][4][kDim / 4];  // of fold_queries
   int64_t sums[cuda::kWarpThreads + 1];
   // Here and not in the registers of threads that have none to spare.
   Share shares[Shape::kGroups];
@@ -479,41 +475,33 @@ struct Target {
 // Weights 4 k .. 4 k + 3 of row r of a series, of the thread's lane of four.
 struct WeightsInMemory {
   const float4* first;
-  const float* folded;  // of the lane
   __device__ float4 operator()(int r, int k) const { return first[16 * r + 4 * k]; }
-  __device__ float of_folded(int r) const { return folded[kFoldedTerms * r]; }
 };
 template <int kRows>
 struct WeightsInRegisters {
   float4 x[kRows][4];
-  float folded[kRows];
   __device__ explicit WeightsInRegisters(const WeightsInMemory& from) {
 #pragma unroll
     for (int i = 0; i < 4 * kRows; ++i) x[i / 4][i % 4] = from(i / 4, i % 4);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) folded[r] = from.of_folded(r);
   }
   struct Series {
     const WeightsInRegisters& all;
     int first_row;
     __device__ float4 operator()(int r, int k) const { return all.x[first_row + r][k]; }
-    __device__ float of_folded(int r) const { return all.folded[first_row + r]; }
   };
   __device__ Series of(int first_row) const { return {*this, first_row}; }
 };
 
 // Weighs the products of a series and adds up heads; writes the logit of key `at`.
 template <int kRows, class Weights>
-__device__ __forceinline__ void finish(const WgmmaSums<kHeads * kRows + kFoldedColumns>& sums,
-                                       const Weights& weights, float scale, bool is_held,
-                                       uint32_t at, const Target& target) {
+__device__ __forceinline__ void finish(const WgmmaSums<64 * kRows>& sums, const Weights& weights,
+                                       float scale, bool is_held, uint32_t at,
+                                       const Target& target) {
   constexpr unsigned kAll = 0xFFFFFFFF;
   float sum[kRows][2];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    const float* const folded = &sums.x[kHeads / 2 * kRows + r];
-    sum[r][0] = weights.of_folded(r) * folded[0];
-    sum[r][1] = weights.of_folded(r) * folded[2];
+    sum[r][0] = sum[r][1] = 0;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const float4 four = weights(r, k);
@@ -521,8 +509,8 @@ __device__ __forceinline__ void finish(const WgmmaSums<kHeads * kRows + kFoldedC
       const float* const products = &sums.x[32 * r + 8 * k];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        sum[r][0] = fmaf(weight[i], fabsf(products[4 * (i / 2) + i % 2]), sum[r][0]);
-        sum[r][1] = fmaf(weight[i], fabsf(products[4 * (i / 2) + i % 2 + 2]), sum[r][1]);
+        sum[r][0] = fmaf(weight[i], cuda::relu(products[4 * (i / 2) + i % 2]), sum[r][0]);
+        sum[r][1] = fmaf(weight[i], cuda::relu(products[4 * (i / 2) + i % 2 + 2]), sum[r][1]);
       }
     }
   }
@@ -564,13 +552,6 @@ struct OwnRows {
   }
 };
 
-// Of the queries of a warpgroup, row r.
-template <class Shape>
-__device__ inline uint8_t* query_row(uint8_t* queries, int r) {
-  return queries + r / Shape::kSeriesRows * Shape::kSeriesBytes +
-         r % Shape::kSeriesRows * kQueryBytes;
-}
-
 // Queries to shared memory; zeros where there are none.
 template <bool kPaged, bool kWide, class Shape>
 __device__ __forceinline__ void load_queries(const OwnRows<kPaged, Shape>& own, uint8_t* queries) {
@@ -582,7 +563,7 @@ __device__ __forceinline__ void load_queries(const OwnRows<kPaged, Shape>& own, 
 #pragma unroll
     for (int i = 0; i < kHeads * kDim / 16; i += kGroupThreads) {
       const int head = (i + lane) / 8, piece = (i + lane) % 8;
-      uint8_t* const to = query_row<Shape>(queries, r) + cuda::panel_offset(head, piece);
+      uint8_t* const to = queries + cuda::panel_offset(kHeads * r + head, piece);
       const bool is_head = present && head < params.num_heads;
       const uint8_t* const from = params.q_fp8.row(own.row(r), head);
       if constexpr (kWide) {
@@ -608,71 +589,6 @@ __device__ __forceinline__ void load_weights(const OwnRows<kPaged, Shape>& own,
     const bool present = head < own.params.num_heads && !own.window(r).is_empty();
     cuda::copy_async<4>(reinterpret_cast<float*>(weights) + at,
                         own.params.head_weight.row(own.row(r)) + head, present);
-  }
-}
-
-// With x the product of a key and a head, and w the weight of the head, w relu(x) is
-// w x / 2 + w |x| / 2. Of the second, finish() adds up heads by one instruction each: a magnitude
-// as operand costs nothing. The first, added up, is the product of the key and f, the sum of w q /
-// 2 over heads, and comes with the others: f is four codes a channel, each of what the one before
-// lacks, times 16, so that less than 2^-15 of f is lost. Code t of row r of a series is column
-// 2 t + r behind the heads: each lane of four has one of every row's. `folded` is what it counts.
-//
-// Queries and weights are there; the weights are halved.
-template <class Shape>
-__device__ __forceinline__ void fold_queries(SharedMemory<Shape>& shared, int warpgroup) {
-  uint8_t* const queries = shared.queries[warpgroup][0];
-  float4(*const parts)[kDim / 4] = shared.parts[warpgroup];
-  const int thread = threadIdx.x % kGroupThreads, warp = thread / 32, lane = thread % 32;
-#pragma unroll 1
-  for (int r = 0; r < Shape::kRows; ++r) {
-    uint8_t* const row = query_row<Shape>(queries, r);
-    auto* const weights = reinterpret_cast<float*>(shared.weights[warpgroup * Shape::kRows + r]);
-    // Four channels a lane, 16 heads a warp.
-    float4 part = make_float4(0, 0, 0, 0);
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const float4 four = shared.weights[warpgroup * Shape::kRows + r][warp][k];
-      const float weight[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int head = i / 2 * 8 + 2 * k + i % 2;
-        const uint32_t codes = *reinterpret_cast<const uint32_t*>(
-            row + 16 * warp * kDim + cuda::panel_offset(head, lane / 4) + lane % 4 * 4);
-        const float2 low = cuda::e4m3_values(codes & 0xFFFF);
-        const float2 high = cuda::e4m3_values(codes >> 16);
-        part.x = fmaf(weight[i], low.x, part.x);
-        part.y = fmaf(weight[i], low.y, part.y);
-        part.z = fmaf(weight[i], high.x, part.z);
-        part.w = fmaf(weight[i], high.y, part.w);
-      }
-    }
-    parts[warp][lane] = part;
-    float magnitude = fabsf(weights[lane]) + fabsf(weights[lane + 32]);
-#pragma unroll
-    for (int i = 16; i > 0; i /= 2) magnitude += __shfl_xor_sync(0xFFFFFFFF, magnitude, i);
-    sync_warpgroup(warpgroup);
-    // A channel a thread. 2^(exponent - 126) is above the sum of magnitudes, a code at most 448.
-    uint32_t exponent = __float_as_uint(magnitude) >> 23;
-    if (exponent == 0) exponent = 1;
-    const float scale = __uint_as_float((exponent < 252 ? 253 - exponent : 1) << 23);
-    const auto* const sums = reinterpret_cast<const float*>(parts) + thread;
-    float rest = ((sums[0] + sums[kDim]) + (sums[2 * kDim] + sums[3 * kDim])) * scale;
-#pragma unroll
-    for (int t = 0; t < kFoldedTerms; ++t) {
-      const uint32_t code = cuda::e4m3_code(rest);
-      rest = 16 * (rest - cuda::e4m3_values(code).x);
-      const int column = Shape::kSeriesRows * kHeads + 2 * t + r % Shape::kSeriesRows;
-      queries[r / Shape::kSeriesRows * Shape::kSeriesBytes +
-              cuda::panel_offset(column, thread / 16) + thread % 16] = static_cast<uint8_t>(code);
-    }
-    if (thread < kFoldedTerms) {
-      shared.folded[warpgroup * Shape::kRows + r][thread] =
-          __uint_as_float(exponent << 23) * __uint_as_float((127 - 4 * thread) << 23);
-    }
-    if (thread < kHeads) weights[thread] *= 0.5f;
-    cuda::shared_stores_before_wgmma();
-    sync_warpgroup(warpgroup);
   }
 }
 
@@ -732,12 +648,13 @@ __device__ __forceinline__ void score_turn(const StageOf& stage_of, const IsHeld
                                            const Fetch& fetch, PanelMatrix queries,
                                            const WeightsInRegisters<Shape::kRows>& weights,
                                            uint32_t first_key, const Targets<Shape>& targets,
-                                           WgmmaSums<Shape::kColumns> (&sums)[2]) {
+                                           WgmmaSums<64 * Shape::kSeriesRows> (&sums)[2]) {
   // Part p of a turn: tile p / kSeries, series p % kSeries of its rows.
   constexpr int kParts = Shape::kTiles * Shape::kSeries;
   const auto start = [&](int part) {
     multiply(cuda::panel_matrix(stage_of(part / Shape::kSeries).codes, kTileBytes),
-             queries.advanced(part % Shape::kSeries * Shape::kSeriesBytes), sums[part % 2]);
+             queries.advanced(part % Shape::kSeries * Shape::kSeriesRows * kQueryBytes),
+             sums[part % 2]);
   };
   start(0);
   start(1);
@@ -769,7 +686,7 @@ __device__ __forceinline__ void score_pages(const Params& params, const Run& run
   if (!own.any()) return;
   const Part part(run, first_tile, num_tiles);
   PageReader<Shape::kTiles> reader(params, run, part.first_key, part.end);
-  load_queries<true, true, Shape>(own, shared.queries[0][0]);
+  load_queries<true, true, Shape>(own, shared.queries[0]);
   load_weights<true, Shape>(own, shared.weights);
   const auto warp = static_cast<int>(threadIdx.x / 32);
   const bool brings = warp < Shape::kTiles;
@@ -787,15 +704,13 @@ __device__ __forceinline__ void score_pages(const Params& params, const Run& run
       fetch((stage + i) % Shape::kStages);
   }
   const Targets<Shape> targets(own, part.end);
-  const WeightsInMemory weights{&shared.weights[0][0][lane_of_four()],
-                                &shared.folded[0][lane_of_four()]};
-  const PanelMatrix matrix = cuda::panel_matrix(shared.queries[0][0], Shape::kSeriesBytes);
+  const WeightsInMemory weights{&shared.weights[0][0][lane_of_four()]};
+  const PanelMatrix matrix = cuda::panel_matrix(shared.queries[0], Shape::kRows * kQueryBytes);
   cuda::wait_for_copies();  // queries and weights
   cuda::shared_stores_before_wgmma();
   sync_warpgroup(0);
-  fold_queries(shared, 0);
   const WeightsInRegisters<Shape::kRows> all_weights(weights);
-  WgmmaSums<Shape::kColumns> sums[2] = {};
+  WgmmaSums<64 * Shape::kSeriesRows> sums[2] = {};
 #pragma unroll 1
   for (int i = 0; i < tiles; i += Shape::kTiles) {
     if (i > 0) sync_warpgroup(0);  // all warps are done with the last turn
@@ -833,11 +748,10 @@ __device__ __forceinline__ void score_run(const Params& params, const Run& run, 
   const Part part(run, first_tile, num_tiles);
   KeyReader<kPaged, kWide, kKeys / (4 * Shape::kGroups)> reader(params, run, part.first_key,
                                                                 part.end);
-  uint8_t* const queries = shared.queries[kWarpgroup][0];
+  uint8_t* const queries = shared.queries[kWarpgroup * kRows];
   load_queries<kPaged, kWide, Shape>(own, queries);
   load_weights<kPaged, Shape>(own, &shared.weights[kWarpgroup * kRows]);
-  cuda::commit_copies();
-  const PanelMatrix matrix = cuda::panel_matrix(queries, Shape::kSeriesBytes);
+  const PanelMatrix matrix = cuda::panel_matrix(queries, kRows * kQueryBytes);
   const auto stage_of = [&](int i) {
     const int stage = (turn * Shape::kTiles + i) % Shape::kStages;
     return Stage{shared.tiles[stage], shared.scales[stage], shared.is_held[stage]};
@@ -846,19 +760,15 @@ __device__ __forceinline__ void score_run(const Params& params, const Run& run, 
     reader.fetch(stage_of(i), first);
     cuda::commit_copies();
   };
+  // Queries and weights are of the first group of copies.
 #pragma unroll 1
   for (int i = 0; i < Shape::kAhead; ++i) fetch(i, true);
   const Targets<Shape> targets(own, part.end);
-  const WeightsInMemory weights{&shared.weights[kWarpgroup * kRows][0][lane_of_four()],
-                                &shared.folded[kWarpgroup * kRows][lane_of_four()]};
+  const WeightsInMemory weights{&shared.weights[kWarpgroup * kRows][0][lane_of_four()]};
 
   if constexpr (Shape::kGroups == 1) {
     static_assert(Shape::kTiles == 1);
-    cuda::wait_copies<Shape::kAhead>();  // queries and weights
-    cuda::shared_stores_before_wgmma();
-    sync_warpgroup(kWarpgroup);
-    fold_queries(shared, kWarpgroup);
-    WgmmaSums<Shape::kColumns> sums = {};
+    WgmmaSums<64> sums = {};
 #pragma unroll 1
     for (int i = 0; i < part.tiles; ++i) {
       const Stage stage = stage_of(i);
@@ -891,9 +801,8 @@ __device__ __forceinline__ void score_run(const Params& params, const Run& run, 
     cuda::wait_copies<Shape::kTiles>();
     arrive(0);
     wait_for_both(0);
-    fold_queries(shared, kWarpgroup);
     const WeightsInRegisters<kRows> all_weights(weights);
-    WgmmaSums<Shape::kColumns> sums[2] = {};
+    WgmmaSums<64 * Shape::kSeriesRows> sums[2] = {};
 #pragma unroll 1
     for (int i = 0; i < part.tiles; i += Shape::kTiles) {
       cuda::wait_copies<0>();

@@ -13,12 +13,11 @@ void launch_score(Params params, int64_t group_rows, int64_t width, const Device
                   Stream stream) {
   params.group_rows = static_cast<int32_t>(group_rows);
   params.num_groups = (params.q_fp8.shape[0] + group_rows - 1) / group_rows;
-  // No more blocks than the bounds allow; a block of one row brings several tiles at once.
+  // No more blocks than the bounds allow tiles.
   const int64_t blocks = int64_t{Shape::kBlocksPerSm} * cuda::device_facts(device.ordinal).num_sms;
-  constexpr int kKeysOfBlock = Shape::kRows == 1 ? Shape::kAhead * kKeys : kKeys;
-  const int64_t blocks_each = (width + kKeysOfBlock - 1) / kKeysOfBlock;
+  const int64_t tiles_each = (width + kKeys - 1) / kKeys;
   params.num_blocks =
-      params.num_groups >= blocks ? blocks : std::min(blocks, params.num_groups * blocks_each);
+      params.num_groups >= blocks ? blocks : std::min(blocks, params.num_groups * tiles_each);
   params.share = 1 / static_cast<double>(params.num_blocks);
   cuda::launch("index_logits", score<kPaged, kWide, Shape>,
                {dim3(static_cast<unsigned>(params.num_blocks)), dim3(Shape::kThreads),
@@ -43,7 +42,7 @@ void index_logits_cuda_sm90(const IndexLogitsProblem& problem, const Device& dev
                                  params.pages.page_stride_bytes <= UINT32_MAX
                            : params.k_fp8.stride[0] == kDim);
   if (!paged) {
-    if (wide) return launch_score<false, true, Config<4, 2, 4>>(params, 8, width, device, stream);
+    if (wide) return launch_score<false, true, Config<4, 2>>(params, 8, width, device, stream);
     return launch_score<false, false, Config<1, 1>>(params, 1, width, device, stream);
   }
   if (!wide) return launch_score<true, false, Config<1, 1>>(params, 1, width, device, stream);

@@ -12,10 +12,6 @@ inline uint32_t bf16_pair(float low, float high) {
 
 inline float e4m3_value(uint32_t code) { return e4m3_to_float(static_cast<uint8_t>(code)); }
 
-inline float2 e4m3_values(uint32_t codes) {
-  return make_float2(e4m3_value(codes & 0xFF), e4m3_value(codes >> 8 & 0xFF));
-}
-
 inline uint2 decode4(uint32_t codes, float scale) {
   float value[4];
   for (int i = 0; i < 4; ++i)
