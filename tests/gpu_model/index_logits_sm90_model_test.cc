@@ -160,6 +160,19 @@ TEST_F(IndexLogitsSm90Model, NoLayoutNoOrderOfThreadsAndNoMateChangesABit) {
   EXPECT_EQ(paged(c, rows, 200, 7, 1).bytes(), whole.bytes());
 }
 
+TEST_F(IndexLogitsSm90Model, PowersOfTwoInTheWeightsChangeExponentsOnly) {
+  LogitsCase c(75, 3, 64, 128, 130);
+  const std::vector<Row> rows(3, {0, 130});
+  const std::vector<float> logits = ragged(c, rows, 130).values<float>();
+  const std::vector<float> weights = c.head_weight;
+  for (const int power : {-60, -1, 60}) {
+    for (size_t i = 0; i < weights.size(); ++i) c.head_weight[i] = std::ldexp(weights[i], power);
+    std::vector<float> expected = logits;
+    for (float& logit : expected) logit = std::ldexp(logit, power);
+    EXPECT_EQ(ragged(c, rows, 130).values<float>(), expected) << power;
+  }
+}
+
 TEST_F(IndexLogitsSm90Model, KeysOfLostPagesAreMinusInfinity) {
   const LogitsCase c(71, 4, 64, 128, 160);
   for (const int64_t page_size : {16, 5}) {

@@ -511,7 +511,7 @@ TEST_P(IndexLogitsTest, ReachesPoolsAndLogitsBeyondTwoToThe32Bytes) {
 }
 
 TEST_P(IndexLogitsTest, ExtremeCodesWeightsAndScales) {
-  LogitsCase c(12, 1, 64, 128, 9);
+  LogitsCase c(12, 1, 64, 128, 11);
   std::fill(c.q_fp8.begin(), c.q_fp8.end(), uint8_t{0x7E});
   std::fill(c.k_row(0), c.k_row(0) + 128, uint8_t{0x7E});  // 448: the largest dot
   std::fill(c.k_row(1), c.k_row(1) + 128, uint8_t{0xFE});  // -448: relu gives 0
@@ -519,16 +519,59 @@ TEST_P(IndexLogitsTest, ExtremeCodesWeightsAndScales) {
   std::fill(c.k_row(3), c.k_row(3) + 128, uint8_t{0x80});  // -0
   std::fill(c.k_row(4), c.k_row(4) + 128, uint8_t{0x07});  // the largest subnormal
   for (size_t h = 0; h < 64; ++h) c.head_weight[h] = h % 2 == 0 ? 3e4f : -1e-4f;
-  c.k_scale = {1e-20f, 1.0f, 0x1p-100f, 0x1p100f, 0x1p20f, 0.0f, -1.0f, kInf, 1e38f};
-  const Tensor logits = ragged(c, {0}, {9}, 9);
+  for (const int64_t j : {7, 8}) std::fill(c.k_row(j), c.k_row(j) + 128, uint8_t{0x38});   // 1
+  for (const int64_t j : {9, 10}) std::fill(c.k_row(j), c.k_row(j) + 128, uint8_t{0xB8});  // -1
+  c.k_scale = {1e-20f, 1.0f, 0x1p-100f, 0x1p100f, 0x1p20f, 0.0f, -1.0f, kInf, 1e38f, kInf, 1e38f};
+  const Tensor logits = ragged(c, {0}, {11}, 11);
   const float* row = logits.data<float>();
   for (const int64_t j : {0, 1, 2, 3, 4, 5, 6}) {
     EXPECT_LE(std::fabs(row[j] - c.expect(0, j).logit), bound_of(c.expect(0, j))) << j;
   }
-  for (const int64_t j : {7, 8}) {
+  // The dots of keys 9 and 10 are negative.
+  for (int64_t j = 7; j < 11; ++j) {
     const double expected = c.expect(0, j).logit;  // beyond the range of fp32, or not a number
     EXPECT_TRUE(std::isnan(expected) ? std::isnan(row[j]) : row[j] == static_cast<float>(expected))
         << j << ": " << row[j] << ", expected " << expected;
+  }
+}
+
+// A selection takes the first of equals, and keys that no head wants are many in trained models.
+TEST_P(IndexLogitsTest, KeysOfNegativeDotsAreExactlyZero) {
+  for (const int64_t heads : {64, 40, 1}) {
+    LogitsCase c(23, 3, heads, 128, 200);
+    for (uint8_t& code : c.q_fp8) code &= 0x7F;
+    for (int64_t j = 0; j < 200; ++j) {
+      const bool is_below = j % 3 != 0;
+      for (int64_t i = 0; i < 128; ++i) {
+        uint8_t& code = c.k_row(j)[i];
+        code = static_cast<uint8_t>(is_below ? code | 0x80 : code & 0x7F);
+      }
+    }
+    const std::vector<float> logits =
+        ragged(c, constant(3, 0), constant(3, 200), 200).values<float>();
+    for (int64_t j = 0; j < 200; ++j) {
+      for (int64_t t = 0; t < 3; ++t) {
+        const float logit = logits[static_cast<size_t>(t * 200 + j)];
+        if (j % 3 != 0) {
+          EXPECT_EQ(logit, 0.0f) << heads << " heads, row " << t << ", key " << j;
+        } else {
+          EXPECT_LE(std::fabs(logit - c.expect(t, j).logit), bound_of(c.expect(t, j))) << j;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(IndexLogitsTest, PowersOfTwoInTheWeightsChangeExponentsOnly) {
+  LogitsCase c(22, 3, 64, 128, 150);
+  const std::vector<int32_t> starts = constant(3, 0), ends = constant(3, 150);
+  const std::vector<float> logits = ragged(c, starts, ends, 150).values<float>();
+  const std::vector<float> weights = c.head_weight;
+  for (const int power : {-60, -1, 60}) {
+    for (size_t i = 0; i < weights.size(); ++i) c.head_weight[i] = std::ldexp(weights[i], power);
+    std::vector<float> expected = logits;
+    for (float& logit : expected) logit = std::ldexp(logit, power);
+    EXPECT_EQ(ragged(c, starts, ends, 150).values<float>(), expected) << power;
   }
 }
 
