@@ -33,7 +33,7 @@ __device__ inline int region_of(int32_t index) {
 }
 
 // A block orders the list of a row. Numbers of keys by region stand side by side in 64 bits.
-__global__ void __launch_bounds__(kOrderThreads)
+static __global__ void __launch_bounds__(kOrderThreads)
     order_lists(const __grid_constant__ ListOrder order) {
   __shared__ int32_t ordered[kMaxOrderedSlots];
   __shared__ uint64_t sums[cuda::kWarpThreads + 1];
