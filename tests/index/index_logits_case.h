@@ -65,12 +65,14 @@ struct LogitsCase {
   /// of at most the sum of magnitudes.
   ///
   /// Sums of e4m3 tensor cores have a bound of their own. Each of the four steps of a dot has 33
-  /// addends, which lose less than 2^-13 of the largest; losses are as often positive as negative,
-  /// so that together they stay below 2^-10 of the sum of magnitudes.
+  /// addends, which lose less than 2^-13 of the largest. Losses of products of both signs are as
+  /// often positive as negative, so that together they stay below 2^-10 of the sum of magnitudes;
+  /// those of one sign add up, and have one_sign_bound.
   struct Expected {
     double logit;
     double bound;
     double e4m3_bound;
+    double one_sign_bound;
   };
   Expected expect(int64_t t, int64_t j) const {
     double sum = 0;
@@ -93,7 +95,8 @@ struct LogitsCase {
     const double scale = k_scale[static_cast<size_t>(j)];
     const double steps = static_cast<double>(dim + 2 * heads + 2);
     const double bound = steps * 0x1p-24 * std::fabs(scale) * magnitude;
-    return {scale * sum, bound, bound + 0x1p-10 * std::fabs(scale) * magnitude};
+    const double scaled = std::fabs(scale) * magnitude;
+    return {scale * sum, bound, bound + 0x1p-10 * scaled, bound + 0x1p-7 * scaled};
   }
 
   ConstTensorView q() const {

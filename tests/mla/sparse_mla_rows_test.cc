@@ -29,7 +29,8 @@ class SparseMlaRowsTest : public test::TargetTest {
   }
 };
 INSTANTIATE_TEST_SUITE_P(Targets, SparseMlaRowsTest,
-                         testing::ValuesIn(test::targets_of("sparse_mla")), test::target_name);
+                         testing::ValuesIn(test::targets_of("sparse_mla", {"cuda_sm90_window"})),
+                         test::target_name);
 
 CacheSpec flat_cache(int64_t topk) { return {RowFormat::kBf16, 0, 90, topk, true}; }
 // Rows at any address with a padding of 19 bytes, at multiples of 16 with 32.

@@ -31,7 +31,8 @@ class SparseMlaWindowTest : public test::TargetTest {
   }
 };
 INSTANTIATE_TEST_SUITE_P(Targets, SparseMlaWindowTest,
-                         testing::ValuesIn(test::targets_of("sparse_mla")), test::target_name);
+                         testing::ValuesIn(test::targets_of("sparse_mla", {"cuda_sm90_rows"})),
+                         test::target_name);
 
 constexpr RowFormat kRows[] = {RowFormat::kV4, RowFormat::kR512};
 
