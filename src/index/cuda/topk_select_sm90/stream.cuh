@@ -479,7 +479,6 @@ __device__ void prefetch_sample(const TopkRows& rows, int64_t t, const TopkWindo
 template <int kThreads, int kLaneGroups>
 __device__ void stream_rows(const TopkRows& rows, uint32_t topk, const StreamSizes& sizes,
                             StreamMemory& memory) {
-  //@0
   constexpr uint32_t kReader = kThreads - cuda::kWarpThreads;  // the thread that reads windows
   const auto row_of = [&](uint32_t k) { return blockIdx.x + int64_t{k} * sizes.blocks; };
   if (threadIdx.x % cuda::kWarpThreads == 0) {
@@ -510,7 +509,6 @@ __device__ void stream_rows(const TopkRows& rows, uint32_t topk, const StreamSiz
         memory.windows[k % 2] = rows.window(row_of(k + 2));
       }
     };
-    //@1
     if (window.len <= topk) {
       int32_t* const out = rows.out(t);
       for (uint32_t i = threadIdx.x; i < topk; i += kThreads) {
@@ -537,9 +535,7 @@ __device__ void stream_rows(const TopkRows& rows, uint32_t topk, const StreamSiz
       threshold = sample_row<kThreads>(row, topk, sizes, memory, [&] {
         if (!asked) ask_row<kThreads, kLaneGroups>(rows, t, window, turn, sizes, memory);
       });
-      //@2
       count = collect_units<kThreads, kLaneGroups>(row, threshold, sizes, turn, memory, ask_next);
-      //@3
     } else {
       for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
         memory.entries(sizes)[i] = make_uint2(key_of(row.at(i)), i);
@@ -554,7 +550,6 @@ __device__ void stream_rows(const TopkRows& rows, uint32_t topk, const StreamSiz
     } else if (marked) {
       mark_best<kThreads>(count, threshold, row, topk, streamed, sizes, memory);
     }
-    //@4
     if (marked) {
       write_bitmap<kThreads>(rows, t, row, topk, sizes, memory);
     } else {
@@ -568,7 +563,6 @@ __device__ void stream_rows(const TopkRows& rows, uint32_t topk, const StreamSiz
                                 rows.out(t)[rank] = rows.index(t, static_cast<int32_t>(pos));
                               });
     }
-    //@5
     if (threadIdx.x == 0) memory.candidates = 0;
     __syncthreads();  // the next row uses the same memory
   }

@@ -6,8 +6,7 @@
 // multiprocessor.
 //
 //   registers  2 warpgroups of 128 threads, up to 255 each: 64 logits, later 32 of weights and
-//   twice
-//              64 sums of values
+//              twice 64 sums of values
 //   shared     keys [128][512] bf16, 8 panels of 64 columns              131,072
 //              6 places of 16 KB: queries of 64 heads x 128 channels, or results
 //                                                                         98,304
